@@ -1,0 +1,1 @@
+"""Typed experiment configuration: schema, loading, checks, reference. Imports no torch, vllm, transformers or mpi4py."""

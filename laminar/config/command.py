@@ -1,0 +1,48 @@
+"""`laminar config check FILE` and `laminar config show FILE`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from laminar.config import machine
+from laminar.config.checks import check_config, check_machine
+from laminar.config.load import load_config, to_yaml
+from laminar.config.schema import ExperimentConfig
+
+
+def check(path: str, overrides: Sequence[str] = ()) -> int:
+    """Make every check that `laminar train` makes before it starts anything; print one line and return 0.
+
+    Raises:
+        UserError: one text with every mistake.
+    """
+    config = load_config(path, overrides)
+    check_config(config)
+    check_machine(config)
+    print(f"{path}: OK, {summary(config)}")
+    return 0
+
+
+def show(path: str, overrides: Sequence[str] = ()) -> int:
+    """Print the resolved config, defaults included, as YAML that loads back to the same config; return 0.
+
+    Raises:
+        UserError: the file or an override is wrong.
+    """
+    config = load_config(path, overrides)
+    check_config(config)
+    sys.stdout.write(to_yaml(config))
+    return 0
+
+
+def summary(config: ExperimentConfig) -> str:
+    """The experiment in one line."""
+    trainer, rollout = config.trainer, config.rollout
+    engine = machine.engine_taken(rollout)
+    taken = f"{engine} (auto)" if rollout.engine == "auto" else engine
+    trajectories = trainer.groups_per_step * trainer.group_size
+    return (
+        f"{config.name}: model {config.model.path} in {config.model.dtype}, engine {taken} x {rollout.replicas} replicas, "
+        f"{trainer.steps} steps of {trajectories} trajectories ({trainer.groups_per_step} groups x {trainer.group_size})"
+    )

@@ -1,0 +1,254 @@
+"""The experiment config: every key that a YAML file may hold, with its type, range, default and meaning.
+
+Unknown keys are refused. `docs/configuration.md` is generated from this file, so the docstring under a field is its
+documentation. Checks that span sections or look at the machine are in `checks.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are checked, docstrings become descriptions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The language model that is trained."""
+
+    path: str
+    """Folder of a Hugging Face causal language model with its tokenizer; relative to the working directory."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the rollouts' weights and of the trainer's forward pass; the optimizer's state is float32."""
+
+
+class ReasoningGymComponent(Section):
+    """One reasoning-gym generator in a mixture."""
+
+    name: str
+    """Name of a reasoning-gym data set, for example `spell_backward`."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the prompts, relative to the other components."""
+    params: dict[str, int | float | str | bool | list[int | float | str]] = {}
+    """Parameters of the generator, handed on as they are."""
+
+
+class ReasoningGymSource(Section):
+    """Prompts made by reasoning-gym generators; never exhausted unless `prompts` is set."""
+
+    type: Literal["reasoning_gym"]
+    datasets: Annotated[list[ReasoningGymComponent], Field(min_length=1)]
+    """The mixture."""
+    seed: int | None = None
+    """Seed of the generators; the experiment's seed if not given."""
+    prompts: Annotated[int | None, Field(ge=1)] = None
+    """Number of distinct prompts in an epoch; without it the generators never end."""
+
+
+class JsonlSource(Section):
+    """Prompts from a JSON Lines file."""
+
+    type: Literal["jsonl"]
+    path: str
+    """The file; each line an object with at least the prompt."""
+    prompt_field: str = "prompt"
+    """Key of the prompt's text."""
+    answer_field: str = "answer"
+    """Key of the expected answer; lines without it get an empty one."""
+    shuffle: bool = True
+    """Permute the lines anew for every epoch, from the experiment's seed."""
+
+
+class DataConfig(Section):
+    """Where prompts come from and how they become token ids."""
+
+    source: Annotated[ReasoningGymSource | JsonlSource, Field(discriminator="type")]
+    """`reasoning_gym` or `jsonl`."""
+    prompt_template: str = "{question}"
+    """`str.format` template over `question` (the prompt's text) and the entry's metadata fields."""
+    chat: bool = False
+    """Wrap the prompt as a user message by the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """System message before it; needs `chat`."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] = 1024
+    """Longer prompts are rejected, counted and named in a warning; the run goes on."""
+    epochs: Annotated[int, Field(ge=1)] = 1
+    """Passes over a source that ends."""
+    last_batch: Literal["train", "drop"] = "train"
+    """What to do with the groups that do not fill a step when the data ends."""
+
+
+class RewardConfig(Section):
+    """How a finished trajectory is scored, in environment worker processes."""
+
+    function: str = "reasoning_gym"
+    """`reasoning_gym` (the generator's own score), `exact`, `numeric`, or a dotted path `package.module:function`."""
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
+    """Environment worker processes."""
+    timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """Longest time that scoring one trajectory may take, in seconds."""
+    on_invalid: Literal["fail", "drop"] = "fail"
+    """A reward that is not finite, or a reward function that raises: stop the run with the trajectory's id, or drop its group and count it."""
+
+
+class RolloutConfig(Section):
+    """The replicas that generate."""
+
+    engine: Literal["auto", "vllm", "torch"] = "auto"
+    """`auto` takes vLLM where it can be imported, else the embedded torch engine, and says which."""
+    replicas: Annotated[int, Field(ge=1, le=4096)] = 2
+    """Number of rollout replicas."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """GPUs (or CPU ranks) per replica."""
+    max_running: Annotated[int, Field(ge=1)] = 64
+    """Trajectories that one replica decodes at once; it takes no more than these."""
+    kv_cache_mib: Annotated[int, Field(ge=1)] = 64
+    """Memory for the KV cache of one replica, in MiB."""
+    max_response_tokens: Annotated[int, Field(ge=1)] = 1024
+    """Longest response, in tokens; longer ones finish with reason `length`."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling mass. Below 1 the engine's logprobs are of the truncated distribution, the trainer's are not."""
+    delta_interval_s: Annotated[float, Field(gt=0)] = 0.5
+    """How often a replica sends what its trajectories gained; a finish is sent at once. Seconds."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """CPU threads per replica."""
+
+
+class RelayConfig(Section):
+    """The processes that carry the weights; one stands for one rollout host."""
+
+    count: Annotated[int, Field(ge=1, le=1024)] = 2
+    """Relays in the mpirun world; relay 0 lives on the trainer's host and is the master relay."""
+    chunk_mib: Annotated[float, Field(gt=0)] = 4.0
+    """Size of the chunks that travel down the chain, in MiB."""
+    keep_versions: Annotated[int, Field(ge=1)] = 2
+    """Weight versions that each relay keeps in shared memory."""
+    broadcast_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Longest time that a broadcast may take before it is reported as failed, in seconds."""
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up; `linear` and `cosine` end at 0 with the last step."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """Adam's moment decay rates."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this norm."""
+
+
+class TrainerConfig(Section):
+    """The ranks that learn."""
+
+    ranks: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Trainer processes, started by torchrun."""
+    strategy: Literal["data_parallel", "fsdp"] = "data_parallel"
+    """`data_parallel` replicates the model on every rank (accelerate); `fsdp` shards it (torch's fully_shard)."""
+    steps: Annotated[int, Field(ge=1)]
+    """Actor updates to make; the run may end earlier when the data does."""
+    groups_per_step: Annotated[int, Field(ge=1)]
+    """Groups (prompts) that one step trains on."""
+    group_size: Annotated[int, Field(ge=2)]
+    """Trajectories per prompt."""
+    mini_batches: Annotated[int, Field(ge=1)] = 1
+    """Optimizer updates per step, each on an equal share of the step's groups."""
+    max_tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 16384
+    """Padded tokens (prompt and response) of one forward and backward pass on one rank."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    checkpoint_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints; 0 writes only the final one."""
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    """Complete checkpoints that are kept; the oldest go first."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """CPU threads per rank."""
+
+
+class AlgorithmConfig(Section):
+    """GRPO with the asynchronous corrections."""
+
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Lower clip: the ratio is held above 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """Upper clip (clip-higher): the ratio is held below 1 + clip_high."""
+    normalize_std: bool = True
+    """Divide a group's centred rewards by their standard deviation (GRPO); false is Dr. GRPO."""
+    importance_cap: Annotated[float | None, Field(gt=0)] = 2.0
+    """Cap of the truncated importance weights between trainer and engine logprobs; null turns the correction off."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL term to the reference model; 0 loads none."""
+    reference_path: str | None = None
+    """Reference model for the KL term; the starting model if not given."""
+
+
+class ScheduleConfig(Section):
+    """How generation and training are interleaved."""
+
+    name: Literal["laminar"] = "laminar"
+    """`laminar`: trajectory-level asynchrony."""
+    max_staleness: Annotated[int, Field(ge=0)] = 4
+    """No trajectory is trained that is more versions old than this; enforced by admission, nothing is thrown away."""
+
+
+class ControllerConfig(Section):
+    """The controller process and the address that workers dial."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; set the host's own address on a cluster."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port to listen on; 0 takes a free one. It is published in the run directory."""
+    heartbeat_s: Annotated[float, Field(gt=0)] = 1.0
+    """Interval of heartbeats in both directions, in seconds."""
+    silence_limit_s: Annotated[float, Field(gt=0)] = 60.0
+    """A peer that has been silent for so long counts as lost, in seconds."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Longest wait for all workers to be ready, in seconds."""
+    step_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Longest time for one step, one checkpoint or one pull before the run stops and names who did not answer, in seconds."""
+
+
+class LaunchConfig(Section):
+    """Which processes `laminar train` starts itself; `manual` ones are started by hand with the scripts in `scripts/`."""
+
+    trainer: Literal["local", "manual"] = "local"
+    """Trainer ranks, by torchrun."""
+    relays: Literal["local", "manual"] = "local"
+    """Relays, by mpirun."""
+    rollouts: Literal["local", "manual"] = "local"
+    """Rollout workers."""
+    environments: Literal["local", "manual"] = "local"
+    """Environment workers."""
+
+
+class ExperimentConfig(Section):
+    """One experiment: what `laminar train` runs."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    """Name of the experiment; the run directory is `runs/<name>` unless `--run-dir` says otherwise."""
+    seed: int = 0
+    """Seed of data order, sampling and training."""
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    relay: RelayConfig = RelayConfig()
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    controller: ControllerConfig = ControllerConfig()
+    launch: LaunchConfig = LaunchConfig()

