@@ -1,0 +1,232 @@
+"""The file of one weight version: header, layout (msgpack), then the data region, which starts on a page.
+
+Invariants:
+- The memory is reserved before the first byte is written, so that a full /dev/shm is an error message and not a SIGBUS
+  in the middle of a copy.
+- The file is written under a hidden name and renamed when it is complete; from then on it never changes. Unlinking it
+  never disturbs a process that has it mapped.
+
+Imports no torch: relays use it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from laminar.errors import UserError
+from laminar.weights.layout import WeightLayout
+
+MAGIC = b"LAMINARW"
+FORMAT = 1
+PAGE_BYTES = 4096
+
+# magic, format, policy version, layout bytes, data offset, data bytes; a CRC-32 of header and layout follows the layout
+_HEADER = struct.Struct("<8sIIQQQ")
+_CRC = struct.Struct("<I")
+
+
+class HiddenFile:
+    """Reserved and mapped memory for a version of a given layout, under a name that no reader looks at."""
+
+    def __init__(self, path: Path, layout: WeightLayout) -> None:
+        """Create the file in place of one that a dead or displaced writer left.
+
+        Raises:
+            UserError: the shared memory is too small.
+        """
+        self.path = path
+        self.layout = layout
+        self._data_offset = len(_header(0, layout))
+        nbytes = self._data_offset + layout.total_bytes
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _reserve(fd, nbytes, path.parent)
+            self._map = mmap.mmap(fd, nbytes)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        self.buffer: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, offset=self._data_offset)  # [total_bytes]
+
+    def touch(self) -> None:
+        """Have the kernel put every page in place (zeroed), so that writing costs no more than a memory copy.
+
+        Takes about as long as writing would, without holding the interpreter's lock.
+        """
+        self.buffer[::PAGE_BYTES] = 0
+
+    def rename(self, path: Path) -> None:
+        """Change the file's name; a file that has it already goes."""
+        os.rename(self.path, path)
+        self.path = path
+
+    def write_header(self, policy_version: int) -> None:
+        """Say what the file is."""
+        self._map[: self._data_offset] = _header(policy_version, self.layout)
+
+    def unmap(self) -> None:
+        """Let go of the memory; views of the buffer keep it until they end."""
+        self.buffer = np.empty(0, np.uint8)
+        _close(self._map)
+
+
+class VersionWriter:
+    """One version being written: its data region is the mapping of the file itself."""
+
+    def __init__(
+        self, policy_version: int, hidden: HiddenFile, final: Path, on_end: Callable[[HiddenFile], None]
+    ) -> None:
+        """Use `WeightStore.begin`; `on_end` takes the mapping back, to be unmapped when there is time for it."""
+        self.policy_version = policy_version
+        self.layout = hidden.layout
+        self.path = final  # where the version lies after commit
+        self._hidden = hidden
+        self._on_end = on_end
+        self._open = True
+
+    @property
+    def buffer(self) -> NDArray[np.uint8]:
+        """The data region, uint8 [total_bytes]; empty after commit or discard."""
+        return self._hidden.buffer if self._open else np.empty(0, np.uint8)
+
+    def commit(self) -> Path:
+        """Make the version visible and return its path. Views of the buffer must not be written to afterwards."""
+        if not self._open:
+            raise RuntimeError(f"cannot commit version {self.policy_version}: its writer has ended")
+        self._open = False
+        self._hidden.write_header(self.policy_version)
+        self._hidden.rename(self.path)
+        self._on_end(self._hidden)
+        return self.path
+
+    def discard(self) -> None:
+        """Give the version up: its memory is freed as soon as nobody maps it. Harmless after commit or discard."""
+        if self._open:
+            self._open = False
+            self._hidden.path.unlink(missing_ok=True)
+            self._hidden.unmap()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Discard what was not committed."""
+        self.discard()
+
+
+class VersionReader:
+    """A committed version, mapped read-only.
+
+    Views of `buffer` stay valid after `close` and after the file was unlinked: the memory lives as long as they do.
+    """
+
+    def __init__(self, path: Path | str, *, copy_on_write: bool = False) -> None:
+        """Map the file at `path`.
+
+        Args:
+            path: a committed version file.
+            copy_on_write: make `buffer` writable; writes go to private copies of pages, never to the file.
+
+        Raises:
+            FileNotFoundError: no such version (any more).
+            ValueError: not a weight file, or a damaged one; names the file.
+        """
+        self.path = Path(path)
+        access = mmap.ACCESS_COPY if copy_on_write else mmap.ACCESS_READ
+        with open(self.path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < _HEADER.size + _CRC.size:
+                raise ValueError(f"{self.path}: not a weight file (too short)")
+            self._map = mmap.mmap(file.fileno(), 0, access=access)
+        try:
+            self.policy_version, self.layout, data_offset = _read_header(self._map, self.path)
+        except ValueError:
+            self._map.close()
+            raise
+        self.buffer: NDArray[np.uint8] = np.frombuffer(  # uint8 [total_bytes]
+            self._map, np.uint8, count=self.layout.total_bytes, offset=data_offset
+        )
+
+    def close(self) -> None:
+        """Let go of the mapping; it is unmapped when the last view of the buffer is gone."""
+        self.buffer = np.empty(0, np.uint8)
+        _close(self._map)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _close(mapping: mmap.mmap) -> None:
+    """Unmap, unless somebody still holds views of the mapping: then the end of the last view does it."""
+    with contextlib.suppress(BufferError):
+        mapping.close()
+
+
+def _header(policy_version: int, layout: WeightLayout) -> bytes:
+    """Everything before the data region, padded to a whole number of pages."""
+    packed = layout.to_bytes()
+    used = _HEADER.size + len(packed) + _CRC.size
+    data_offset = -(-used // PAGE_BYTES) * PAGE_BYTES
+    head = _HEADER.pack(MAGIC, FORMAT, policy_version, len(packed), data_offset, layout.total_bytes) + packed
+    return (head + _CRC.pack(zlib.crc32(head))).ljust(data_offset, b"\0")
+
+
+def _read_header(mapping: mmap.mmap, path: Path) -> tuple[int, WeightLayout, int]:
+    """(policy version, layout, data offset). Raises ValueError naming the file."""
+    magic, file_format, policy_version, layout_bytes, data_offset, total_bytes = _HEADER.unpack_from(mapping)
+    if magic != MAGIC:
+        raise ValueError(f"{path}: not a weight file (starts with {magic!r})")
+    if file_format != FORMAT:
+        raise ValueError(f"{path}: weight file format {file_format}; this version reads format {FORMAT}")
+    end = _HEADER.size + layout_bytes
+    if end + _CRC.size > data_offset or data_offset + total_bytes > len(mapping):
+        raise ValueError(f"{path}: weight file cut off ({len(mapping)} bytes, {data_offset + total_bytes} expected)")
+    if _CRC.unpack_from(mapping, end)[0] != zlib.crc32(mapping[:end]):
+        raise ValueError(f"{path}: weight file with a damaged header")
+    layout = WeightLayout.from_bytes(mapping[_HEADER.size : end])
+    if layout.total_bytes != total_bytes:
+        raise ValueError(f"{path}: weight file with {total_bytes} data bytes, but a layout of {layout.total_bytes}")
+    return policy_version, layout, data_offset
+
+
+def _reserve(fd: int, needed: int, directory: Path) -> None:
+    """Allocate the file's memory now. Raises UserError with the bytes needed and present."""
+    status = os.fstatvfs(fd)
+    present = status.f_bavail * status.f_frsize
+    try:
+        if present < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(fd, 0, needed)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        raise UserError(
+            f"shared memory too small: {directory} has {present} bytes free, one weight version needs {needed} bytes; "
+            "enlarge it (mount -o remount,size=... /dev/shm, or --shm-size for a container) or keep fewer versions"
+        ) from error

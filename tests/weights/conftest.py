@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def shared_memory():
+    """A folder of its own in shared memory, so that nothing of a real run is touched."""
+    folder = Path("/dev/shm") / f"test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir(mode=0o700)
+    yield folder
+    shutil.rmtree(folder)
