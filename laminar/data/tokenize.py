@@ -1,0 +1,119 @@
+"""From an entry to the token ids that the engine reads, and from response ids to text.
+
+Invariant: the ids are made here, once, and by nobody else; the engine and the trainer get ids, never text.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from laminar.data.source import Entry
+from laminar.errors import UserError
+
+TEMPLATE_KEY = "data.prompt_template"
+
+
+def render_prompt(template: str, entry: Entry) -> str:
+    """The prompt's text: the template over `question` and the entry's metadata fields.
+
+    Raises:
+        UserError: a field that the entry does not have, or a template that `str.format` cannot read.
+    """
+    fields = {**entry.metadata, "question": entry.question}
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        unknown = [name for name in names if name.partition(".")[0].partition("[")[0] not in fields]
+        if unknown:
+            raise UserError(
+                f"{TEMPLATE_KEY}: no field {unknown[0]!r} in an entry of {entry.source}; there are: "
+                f"{', '.join(sorted(fields))}. A brace that stands for itself is written twice"
+            )
+        return template.format(**fields)
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"{TEMPLATE_KEY}: {template!r} cannot be filled in for an entry of {entry.source}: {error}"
+        ) from (error)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The model's tokenizer.
+
+    A folder with `tokenizer.json` is read without the auto classes: they import torch, which takes seconds and hundreds
+    of MiB in a process that never needs it.
+
+    Raises:
+        UserError: the folder is missing or holds no tokenizer.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(f"model.path: {path} is not a folder; expected a Hugging Face model folder with its tokenizer")
+    try:
+        if (folder / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"model.path: no tokenizer can be read from {path}: {reason}. "
+            "Save it there with tokenizer.save_pretrained (tokenizer.json, tokenizer_config.json)"
+        ) from error
+
+
+class PromptEncoder:
+    """Applies the template, the chat template where asked, and the tokenizer."""
+
+    def __init__(self, tokenizer: Any, *, template: str, chat: bool = False, system_prompt: str | None = None) -> None:
+        """Take a Hugging Face tokenizer and the keys of `data`.
+
+        Raises:
+            UserError: `chat` with a tokenizer that has no chat template.
+        """
+        if chat and not tokenizer.chat_template:
+            raise UserError(
+                "data.chat: true, but the model's tokenizer has no chat template. Set data.chat: false and write the "
+                f"turns into {TEMPLATE_KEY}, or take an instruction-tuned model"
+            )
+        self._tokenizer = tokenizer
+        self._template = template
+        self._chat = chat
+        self._system_prompt = system_prompt
+
+    def encode(self, entry: Entry) -> NDArray[np.int32]:
+        """Token ids of the prompt, int32 [P] with P > 0.
+
+        Raises:
+            UserError: the template does not fit the entry, or nothing is left of the prompt.
+        """
+        text = render_prompt(self._template, entry)
+        if self._chat:
+            ids = self._tokenizer.apply_chat_template(
+                self._messages(text), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        else:
+            ids = self._tokenizer.encode(text)
+        if not ids:
+            raise UserError(
+                f"{TEMPLATE_KEY}: the prompt {text[:80]!r} of {entry.source} has no tokens; expected at least one"
+            )
+        return np.asarray(ids, dtype=np.int32)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of a response [T], without special tokens and otherwise as it was generated."""
+        text: str = self._tokenizer.decode(
+            [int(token) for token in token_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _messages(self, text: str) -> list[dict[str, str]]:
+        system = [] if self._system_prompt is None else [{"role": "system", "content": self._system_prompt}]
+        return [*system, {"role": "user", "content": text}]

@@ -1,0 +1,164 @@
+"""The environment worker: `python -m laminar.workers.environment.main --connect RUN_DIR --index I`.
+
+It makes prompts (source, template, tokenizer) and scores responses (the user's reward). Invariant: every question gets
+exactly one answer; a reward that fails is an answer with an error, while data that cannot be read ends the worker.
+Time limits are the controller's business: it restarts a worker whose reward does not come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from laminar.config.schema import ExperimentConfig, ReasoningGymSource
+from laminar.data.metadata import decode_metadata, encode_metadata
+from laminar.data.open_source import open_source, total_prompts
+from laminar.data.source import PromptSource
+from laminar.data.tokenize import PromptEncoder, load_tokenizer
+from laminar.protocol.messages import FetchPrompts, PromptRecord, PromptsFetched, ScoreTrajectory, TrajectoryScored
+from laminar.rewards.registry import load_reward
+from laminar.rewards.reward import Reward, RewardInput
+from laminar.workers.environment.user_code import UserCodeThread
+from laminar.workers.worker import WorkerSession, run_worker
+
+
+@dataclass(kw_only=True, slots=True)
+class Environment:
+    """Data, tokenizer and reward; used in the user-code thread only."""
+
+    source: PromptSource
+    total: int | None  # positions in the data order, None when it never ends
+    encoder: PromptEncoder
+    reward: Reward
+
+    def prompt(self, position: int) -> PromptRecord:
+        """The tokenized prompt at a position of the data order."""
+        entry = self.source.entry(position)
+        return PromptRecord(
+            prompt_id=position,
+            source=entry.source,
+            text=entry.question,
+            token_ids=self.encoder.encode(entry),
+            answer=entry.answer,
+            metadata=encode_metadata(entry.metadata),
+        )
+
+    async def score(self, message: ScoreTrajectory) -> TrajectoryScored:
+        """Decode a response and ask the reward."""
+        response = self.encoder.decode(message.token_ids)
+        outcome = await self.reward.score(
+            RewardInput(
+                trajectory_id=message.trajectory_id,
+                prompt=message.prompt_text,
+                response=response,
+                answer=message.answer,
+                metadata=decode_metadata(message.metadata),
+                source=message.source,
+            )
+        )
+        return TrajectoryScored(
+            trajectory_id=message.trajectory_id,
+            reward=math.nan if outcome.error else outcome.reward,
+            response_text=response,
+            error=outcome.error,
+        )
+
+
+async def open_environment(session: WorkerSession, thread: UserCodeThread) -> Environment:
+    """Load everything, telling what is being waited for.
+
+    Raises:
+        UserError: the model's tokenizer, the data or the reward is at fault.
+    """
+    config = session.config
+    await session.progress(f"loading the tokenizer of {config.model.path}")
+    tokenizer = await thread.call(load_tokenizer, config.model.path)
+    encoder = PromptEncoder(
+        tokenizer, template=config.data.prompt_template, chat=config.data.chat, system_prompt=config.data.system_prompt
+    )
+    await session.progress(f"opening {describe_source(config)}")
+    source = await thread.call(open_source, config)
+    await session.progress(f"loading the reward {config.reward.function}")
+    reward = await thread.call(load_reward, config)
+    return Environment(source=source, total=total_prompts(config, source), encoder=encoder, reward=reward)
+
+
+def describe_source(config: ExperimentConfig) -> str:
+    """The data source in a few words."""
+    source = config.data.source
+    if isinstance(source, ReasoningGymSource):
+        return f"reasoning-gym: {', '.join(component.name for component in source.datasets)}"
+    return source.path
+
+
+async def serve(session: WorkerSession) -> None:
+    """Make prompts and score trajectories."""
+    thread = UserCodeThread()
+    try:
+        environment = await open_environment(session, thread)
+        size = environment.source.size
+        await session.ready(
+            f"{'endless' if size is None else f'{size} prompts'} from {describe_source(session.config)}, "
+            f"reward {environment.reward.name}"
+        )
+        await answer_messages(session, thread, environment)
+    finally:
+        thread.stop()
+
+
+async def answer_messages(session: WorkerSession, thread: UserCodeThread, environment: Environment) -> None:
+    """A task for every question, until `Shutdown`; what is unanswered then is given up.
+
+    Raises:
+        UserError: an entry of the data is at fault.
+    """
+
+    async def fetch(message: FetchPrompts) -> None:
+        stop = message.start + message.count
+        end = stop if environment.total is None else min(stop, environment.total)
+        # One position at a time: rewards get their turn in between.
+        prompts = [await thread.call(environment.prompt, position) for position in range(message.start, end)]
+        exhausted = environment.total is not None and stop >= environment.total
+        await session.send(PromptsFetched(start=message.start, prompts=tuple(prompts), exhausted=exhausted))
+
+    async def score(message: ScoreTrajectory) -> None:
+        await session.send(await thread.run(environment.score(message)))
+
+    def start(tasks: asyncio.TaskGroup, message: Any) -> asyncio.Task[None]:
+        if isinstance(message, FetchPrompts):
+            return tasks.create_task(fetch(message), name=f"prompts from {message.start}")
+        if isinstance(message, ScoreTrajectory):
+            return tasks.create_task(score(message), name=f"score {message.trajectory_id}")
+        raise RuntimeError(f"an environment worker has no answer to {type(message).__name__}")
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            unanswered: set[asyncio.Task[None]] = set()
+            async for message in session.messages():
+                task = start(tasks, message)
+                unanswered.add(task)
+                task.add_done_callback(unanswered.discard)
+            for task in unanswered:
+                task.cancel()
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None  # the first failure; the others were cancelled because of it
+
+
+def fix_hash_seed() -> None:
+    """Start this process anew, as the same process, with a fixed order of sets of text.
+
+    Some generators (word_ladder, isomorphic_strings, ...) walk over sets: without it each process would make its own
+    prompts of the same seed. A launcher that sets PYTHONHASHSEED=0 itself saves the second start.
+    """
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+if __name__ == "__main__":
+    fix_hash_seed()
+    run_worker("environment", serve)
