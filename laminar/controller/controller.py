@@ -1,0 +1,270 @@
+"""The controller: one asyncio process that owns all bookkeeping and drives every worker.
+
+      FetchPrompts                       Generate, PullWeights
+  +-----------------+   +-------------+  +----------------------+        +-----------+
+  | environment     |-->| prompt pool |->| rollout drivers      |<------>| rollout k |
+  | manager         |   +-------------+  | (one per rollout)    | deltas +-----------+
+  | (rewards)       |                    +----------------------+              ^ pulls from
+  |                 |   +-----------------------+   |                          | shared memory
+  |                 |<--| partial response pool |<--+ TrajectoryDeltas   +-----------+
+  |                 |   +-----------------------+                        | relays    |
+  |                 |   +-------------------+   +----------------+       +-----------+
+  |                 |-->| experience buffer |-->| trainer driver |--+      ^ Broadcast
+  +-----------------+   +-------------------+   +----------------+  |    +---------------+
+        reward            whole groups            TrainStep         +--->| relay manager |
+                                                  WeightsPublished       +---------------+
+
+It reads time from its loop and speaks through a `ControllerChannel`, nothing else: the same code runs on a virtual clock
+against modelled workers. Every coroutine belongs to the task group in `run`; if one fails, the run ends with its error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from laminar.config.schema import ExperimentConfig
+from laminar.controller.environment_manager import EnvironmentManager
+from laminar.controller.events import (
+    EventBus,
+    GroupDropped,
+    Notice,
+    StepFinished,
+    TrajectoryFinished,
+    TrajectoryStarted,
+)
+from laminar.controller.experience_buffer import ExperienceBuffer
+from laminar.controller.partial_response_pool import PartialResponsePool
+from laminar.controller.prompt_pool import PromptPool
+from laminar.controller.relay_manager import MASTER, RelayManager, store_name
+from laminar.controller.rollout_manager import RolloutManager
+from laminar.controller.run_control import RunControl
+from laminar.controller.schedules.laminar import LaminarSchedule
+from laminar.controller.trainer_driver import TrainerDriver
+from laminar.controller.worker_registry import WorkerRegistry
+from laminar.errors import RunFailed
+from laminar.observability.step_metrics import StepMetrics
+from laminar.protocol.channel import ControllerChannel
+from laminar.protocol.messages import Shutdown, Welcome, WorkerKind
+from laminar.trajectory import Trajectory, TrajectoryState
+
+HISTORY = 10_000  # trajectories that the REPL can still show after they have left
+
+
+class Controller:
+    """All parts of the picture above, and the coroutines that drive them."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        channel: ControllerChannel,
+        events: EventBus,
+        *,
+        run_id: str,
+        run_dir: Path,
+        expected_workers: list[str],
+        replace_environment: Callable[[int, str], Awaitable[None]],
+    ) -> None:
+        """Make it inside the loop that will run it."""
+        self.config = config
+        self.events = events
+        self.run_id = run_id
+        self.run_dir = run_dir
+        self.now = asyncio.get_running_loop().time
+        self.started_at = self.now()
+        self.history: OrderedDict[str, Trajectory] = OrderedDict()
+        self.control = RunControl()
+        schedule = LaminarSchedule(
+            groups_per_step=config.trainer.groups_per_step,
+            max_staleness=config.schedule.max_staleness,
+            steps=config.trainer.steps,
+        )
+        self.registry = WorkerRegistry(
+            channel,
+            events,
+            expected=expected_workers,
+            welcome=self._welcome,
+            heartbeat_s=config.controller.heartbeat_s,
+            silence_limit_s=config.controller.silence_limit_s,
+        )
+        self.environments = EnvironmentManager(
+            self.registry,
+            events,
+            reward_timeout_s=config.reward.timeout_s,
+            fetch_timeout_s=config.controller.start_timeout_s,
+            replace=replace_environment,
+        )
+        self.buffer = ExperienceBuffer(events)
+        self.pool = PartialResponsePool()
+        self.prompts = PromptPool(
+            self.environments.fetch_prompts,
+            events,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            low_water=config.trainer.groups_per_step,
+        )
+        self.relays = RelayManager(
+            self.registry,
+            events,
+            count=config.relay.count,
+            chunk_bytes=int(config.relay.chunk_mib * (1 << 20)),
+            broadcast_timeout_s=config.relay.broadcast_timeout_s,
+        )
+        self.rollouts = RolloutManager(
+            self.registry,
+            events,
+            self.relays,
+            self.prompts,
+            self.pool,
+            self.buffer,
+            schedule,
+            self.control,
+            group_size=config.trainer.group_size,
+            max_running=config.rollout.max_running,
+            max_response_tokens=config.rollout.max_response_tokens,
+            answer_limit_s=config.controller.step_timeout_s,
+            seed=config.seed,
+        )
+        self.trainer = TrainerDriver(
+            self.registry,
+            events,
+            self.buffer,
+            self.relays,
+            schedule,
+            self.control,
+            steps=config.trainer.steps,
+            groups_per_step=config.trainer.groups_per_step,
+            train_last_batch=config.data.last_batch == "train",
+            checkpoint_every=config.trainer.checkpoint_every,
+            checkpoint_dir=run_dir / "checkpoints",
+            answer_limit_s=config.controller.step_timeout_s,
+            data_ended=lambda: self.prompts.ended,
+            describe_wait=self._describe_wait,
+        )
+        self.metrics = StepMetrics(
+            events,
+            now=self.now,
+            trainer_clock=self.trainer.clock,
+            rollout_clocks=lambda: [replica.clock for replica in self.rollouts.replicas.values()],
+            gauges=self._gauges,
+        )
+        self.relays.on_stored = self.rollouts.wake_all
+        self.prompts.on_filled = self._on_prompts
+        self.control.on_change.append(self.rollouts.wake_all)
+        events.subscribe(lambda _: self.rollouts.wake_all(), StepFinished, GroupDropped)
+        events.subscribe(lambda event: self._remember(event.trajectory), TrajectoryStarted)
+        events.subscribe(lambda event: self.environments.submit(event.trajectory), TrajectoryFinished)
+
+    async def run(
+        self, launch: Callable[[], Awaitable[None]], services: Sequence[Callable[[], Awaitable[None]]] = ()
+    ) -> None:
+        """Start the workers by `launch`, make all steps, tell the workers to end.
+
+        Args:
+            launch: starts the workers that this process owns.
+            services: coroutines that live as long as the run: the REPL's server, the terminal's bar.
+
+        Raises:
+            UserError, RunFailed: the first failure of any coroutine of the run.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                background = [
+                    group.create_task(self.registry.receive_forever(), name="receive messages"),
+                    group.create_task(self.registry.heartbeat_forever(), name="heartbeats"),
+                ]
+                await launch()
+                ready = group.create_task(
+                    self.registry.wait_until_ready(self.config.controller.start_timeout_s), name="wait for workers"
+                )
+                stopped = group.create_task(self.control.stop_requested.wait(), name="wait for a stop")
+                await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)
+                if ready.done():
+                    background += self._start_drivers(group)
+                    await self.trainer.run()
+                for task in (*background, ready, stopped):
+                    task.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+        finally:
+            await self.registry.send_all(Shutdown(reason="the run has ended"))
+
+    def _start_drivers(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """One task per part of the picture; all end by cancellation at the end of the run."""
+        self.metrics.start()
+        tasks = [
+            group.create_task(self.prompts.fill_forever(), name="prompt pool"),
+            group.create_task(self.relays.broadcast_forever(), name="relay manager"),
+            group.create_task(self.environments.score_forever(self._on_scored), name="rewards"),
+        ]
+        for name in self.registry.names("environment"):
+            tasks.append(group.create_task(self.environments.work_forever(name), name=f"calls of {name}"))
+        for name in self.registry.names("rollout"):
+            replica = self.rollouts.add(self.registry.workers[name])
+            tasks.append(group.create_task(self.rollouts.drive(replica), name=f"driver of {name}"))
+        return tasks
+
+    def _welcome(self, kind: WorkerKind, index: int) -> Welcome:
+        stores = {"trainer": store_name(MASTER), "relay": store_name(index)}
+        return Welcome(
+            run_id=self.run_id,
+            run_dir=str(self.run_dir),
+            config=self.config.model_dump_json(),
+            store=stores.get(kind, ""),
+        )
+
+    def _on_prompts(self) -> None:
+        self.rollouts.wake_all()
+        self.buffer.changed.set()  # the data may have ended
+
+    def _on_scored(self, trajectory: Trajectory) -> None:
+        """A member of a group has its reward, or never will."""
+        group = self.buffer.get(trajectory.group_id)
+        if group is None:
+            return
+        if trajectory.error:
+            if self.config.reward.on_invalid == "fail":
+                raise RunFailed(
+                    f"{trajectory.error}. Set reward.on_invalid: drop to leave such groups out and count them"
+                )
+            self.events.emit(Notice(level="warning", text=f"dropped group {group.group_id}: {trajectory.error}"))
+            self.buffer.drop(group, trajectory.error)
+        elif all(member.state is TrajectoryState.SCORED for member in group.trajectories):
+            self.buffer.complete(group)
+
+    def _remember(self, trajectory: Trajectory) -> None:
+        self.history[trajectory.trajectory_id] = trajectory
+        while len(self.history) > HISTORY:
+            self.history.popitem(last=False)
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "buffer_groups": len(self.buffer),
+            "groups_in_progress": self.buffer.in_progress,
+            "trajectories_in_progress": len(self.pool),
+            "scores_pending": self.environments.pending_scores,
+        }
+
+    def _describe_wait(self) -> str:
+        """Where all groups are, for the message of a wait that took too long."""
+        rollouts = ", ".join(
+            f"{replica.name}: {replica.clock.state}, {len(replica.in_flight)} trajectories, version {replica.policy_version}"
+            for replica in self.rollouts.replicas.values()
+        )
+        return (
+            f"{len(self.buffer)} groups ready, {self.buffer.in_progress} in progress, "
+            f"{self.environments.pending_scores} rewards pending, {len(self.prompts)} prompts at hand; {rollouts}"
+        )
+
+
+async def _service(service: Callable[[], Awaitable[None]]) -> None:
+    await service()
+
+
+def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first leaf of a group of failures: the one that made the others end."""
+    failure: BaseException = failures
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    return failure

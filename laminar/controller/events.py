@@ -1,0 +1,201 @@
+"""The controller's event bus: every change is a typed event; metrics, terminal, REPL and run directory subscribe.
+
+Subscribers are plain functions called in order, in the controller's loop, and must not block. What they raise stops the
+run: an event that is not recorded is a bug, not something to pass over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from laminar.trajectory import Group, Trajectory
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ProcessStarted:
+    """The launcher started a process."""
+
+    name: str
+    pid: int
+    command: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WorkerJoined:
+    """A worker said hello and was let in."""
+
+    worker: str
+    host: str
+    pid: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WorkerProgress:
+    """What a warming-up worker is doing."""
+
+    worker: str
+    text: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WorkerReady:
+    """A worker can take work."""
+
+    worker: str
+    detail: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WorkerReplaced:
+    """A worker was lost and another was started in its place."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PromptRejected:
+    """A prompt that cannot be used."""
+
+    prompt_id: int
+    source: str
+    reason: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrajectoryStarted:
+    """A trajectory was leased to a rollout for the first time."""
+
+    trajectory: Trajectory
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TokensAppended:
+    """A batch of deltas of one rollout was taken in."""
+
+    rollout: str
+    tokens: int
+    late_tokens: int  # dropped: their lease was old
+    kv_utilization: float
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrajectoryFinished:
+    """All tokens are there."""
+
+    trajectory: Trajectory
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrajectoryScored:
+    """It has a reward."""
+
+    trajectory: Trajectory
+    response_text: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GroupCompleted:
+    """All members are scored; the group is in the experience buffer."""
+
+    group: Group
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GroupDropped:
+    """The group will not be trained."""
+
+    group: Group
+    reason: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepStarted:
+    """The trainer was given a batch."""
+
+    step: int
+    groups: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepFinished:
+    """The trainer has updated the actor and published; the batch is consumed."""
+
+    step: int
+    policy_version: int
+    groups: list[Group]
+    train_s: float
+    trainer_metrics: dict[str, float]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WeightsPublished:
+    """A version is in the master relay's store."""
+
+    policy_version: int
+    publish_stall_s: float
+    nbytes: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WeightsBroadcast:
+    """Every relay of the chain holds the version; or the broadcast failed and `error` says why."""
+
+    policy_version: int
+    seconds: float
+    nbytes: int
+    error: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WeightsPulled:
+    """A rollout serves this version now."""
+
+    rollout: str
+    policy_version: int
+    seconds: float
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CheckpointFinished:
+    """A checkpoint is complete and durable; or it failed and `error` says why."""
+
+    step: int
+    path: str
+    seconds: float
+    nbytes: int
+    error: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class MetricsReported:
+    """The line of `metrics.jsonl` for a step."""
+
+    line: dict[str, Any]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Notice:
+    """Something a person should read."""
+
+    level: str  # "info" | "warning"
+    text: str
+
+
+class EventBus:
+    """Delivers events to subscribers, in the order of subscription."""
+
+    def __init__(self) -> None:
+        self._subscribers: list[tuple[tuple[type, ...], Callable[[Any], None]]] = []
+
+    def subscribe(self, subscriber: Callable[[Any], None], *kinds: type) -> None:
+        """Call `subscriber` with every event of these kinds (all events if none is named)."""
+        self._subscribers.append((kinds, subscriber))
+
+    def emit(self, event: object) -> None:
+        """Deliver an event now."""
+        for kinds, subscriber in self._subscribers:
+            if not kinds or isinstance(event, kinds):
+                subscriber(event)

@@ -1,0 +1,89 @@
+"""Prompts that wait to be generated, fetched ahead of need.
+
+Invariants: every position of the data order is used once, in order; a prompt that cannot fit is counted and named, never
+retried; after the end of the data `exhausted` stays true.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from laminar.controller.events import EventBus, PromptRejected
+from laminar.errors import UserError
+from laminar.protocol.messages import PromptsFetched
+from laminar.trajectory import Prompt
+
+Fetch = Callable[[int, int], Awaitable[PromptsFetched]]
+
+
+class PromptPool:
+    """Keeps at least `low_water` prompts at hand while the data lasts."""
+
+    def __init__(self, fetch: Fetch, events: EventBus, *, max_prompt_tokens: int, low_water: int) -> None:
+        self.cursor = 0  # next position to fetch
+        self.rejected = 0
+        self.exhausted = False
+        self._fetch = fetch
+        self._events = events
+        self._max_prompt_tokens = max_prompt_tokens
+        self._low_water = low_water
+        self._prompts: deque[Prompt] = deque()
+        self._taken = asyncio.Event()
+        self._taken.set()
+        self.on_filled: Callable[[], None] = lambda: None
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def ended(self) -> bool:
+        """The data has ended and every prompt has been taken."""
+        return self.exhausted and not self._prompts
+
+    def take(self) -> Prompt | None:
+        """The next prompt, or None if none is at hand just now."""
+        if not self._prompts:
+            return None
+        self._taken.set()
+        return self._prompts.popleft()
+
+    async def fill_forever(self) -> None:
+        """Fetch whenever fewer than `low_water` prompts are left, until the data ends.
+
+        Consumes prompts of the environment workers, waits for `take`, unblocks the rollout drivers by `on_filled`.
+        """
+        while not self.exhausted:
+            await self._taken.wait()
+            self._taken.clear()
+            while len(self._prompts) < self._low_water and not self.exhausted:
+                answer = await self._fetch(self.cursor, self._low_water)
+                self._take_in(answer)
+        if self.rejected and self.rejected == self.cursor:
+            raise UserError(
+                f"data.max_prompt_tokens: all {self.rejected} prompts are longer than {self._max_prompt_tokens} tokens; "
+                "raise it, or check data.prompt_template"
+            )
+
+    def _take_in(self, answer: PromptsFetched) -> None:
+        self.cursor = answer.start + len(answer.prompts)
+        self.exhausted = answer.exhausted
+        for record in answer.prompts:
+            length = int(record.token_ids.shape[0])
+            if 0 < length <= self._max_prompt_tokens:
+                self._prompts.append(
+                    Prompt(
+                        prompt_id=record.prompt_id,
+                        source=record.source,
+                        text=record.text,
+                        token_ids=record.token_ids,
+                        answer=record.answer,
+                        metadata=record.metadata,
+                    )
+                )
+                continue
+            self.rejected += 1
+            reason = f"{length} tokens, data.max_prompt_tokens is {self._max_prompt_tokens}" if length else "no tokens"
+            self._events.emit(PromptRejected(prompt_id=record.prompt_id, source=record.source, reason=reason))
+        self.on_filled()

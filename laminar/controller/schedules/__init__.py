@@ -1,0 +1,1 @@
+"""How generation and training are interleaved: pure policies behind `Schedule`; coroutines elsewhere drive them."""

@@ -1,0 +1,133 @@
+"""The command lines of everything that `laminar train` starts; `scripts/launch/` has the same for a cluster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from laminar.config.schema import ExperimentConfig
+from laminar.protocol.connection import LOG_DIR_VARIABLE, RUN_ID_VARIABLE
+from laminar.weights import run_memory
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Command:
+    """A process to start, and the workers that will dial in from it."""
+
+    name: str
+    argv: tuple[str, ...]
+    environment: dict[str, str]  # added to the controller's own
+    workers: tuple[str, ...]
+
+
+def expected_workers(config: ExperimentConfig) -> list[str]:
+    """Names of all workers of a run."""
+    return [
+        *(f"relay-{rank}" for rank in range(config.relay.count)),
+        *(f"trainer-{rank}" for rank in range(config.trainer.ranks)),
+        *(f"rollout-{index}" for index in range(config.rollout.replicas)),
+        *(f"environment-{index}" for index in range(config.reward.workers)),
+    ]
+
+
+def local_commands(config: ExperimentConfig, run_dir: Path, run_id: str) -> list[Command]:
+    """Commands of the parts whose `launch` option is `local`."""
+    commands = []
+    common = {
+        RUN_ID_VARIABLE: run_id,
+        LOG_DIR_VARIABLE: str(run_dir / "logs"),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
+    }
+    if config.launch.relays == "local":
+        commands.append(_relays(config, run_dir, common, mpi_directory(run_id)))
+    if config.launch.trainer == "local":
+        commands.append(_trainer(config, run_dir, common))
+    if config.launch.rollouts == "local":
+        commands += [_rollout(config, run_dir, common, index) for index in range(config.rollout.replicas)]
+    if config.launch.environments == "local":
+        commands += [environment_command(run_dir, common, index) for index in range(config.reward.workers)]
+    return commands
+
+
+def mpirun_path() -> str | None:
+    """mpirun beside this Python (a virtual environment), else on the PATH."""
+    beside = Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def mpi_directory(run_id: str) -> Path:
+    """Where Open MPI keeps its own files in shared memory: inside the run's folder, so that they go with it."""
+    return run_memory.run_directory(run_id) / "mpi"
+
+
+def _relays(config: ExperimentConfig, run_dir: Path, common: dict[str, str], directory: Path) -> Command:
+    flags = ["--with-ft", "ulfm", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    flags += ["--prtemca", "prte_tmpdir_base", str(directory), "--mca", "btl_sm_backing_directory", str(directory)]
+    return Command(
+        name="mpirun",
+        argv=(
+            mpirun_path() or "mpirun",
+            *flags,
+            *("-n", str(config.relay.count), sys.executable, "-m", "laminar.workers.relay.main"),
+            *("--connect", str(run_dir)),
+        ),
+        environment=common,
+        workers=tuple(f"relay-{rank}" for rank in range(config.relay.count)),
+    )
+
+
+def _trainer(config: ExperimentConfig, run_dir: Path, common: dict[str, str]) -> Command:
+    return Command(
+        name="torchrun",
+        argv=(
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(config.trainer.ranks), "-m", "laminar.workers.trainer.main"),
+            *("--connect", str(run_dir)),
+        ),
+        environment={**common, "OMP_NUM_THREADS": str(config.trainer.threads), **_gpus(0, config.trainer.ranks)},
+        workers=tuple(f"trainer-{rank}" for rank in range(config.trainer.ranks)),
+    )
+
+
+def _rollout(config: ExperimentConfig, run_dir: Path, common: dict[str, str], index: int) -> Command:
+    degree = config.rollout.tensor_parallel
+    first = (config.trainer.ranks if config.launch.trainer == "local" else 0) + index * degree
+    return Command(
+        name=f"rollout-{index}",
+        argv=(
+            *(sys.executable, "-m", "laminar.workers.rollout.main"),
+            *("--connect", str(run_dir), "--index", str(index)),
+        ),
+        environment={**common, "OMP_NUM_THREADS": str(config.rollout.threads), **_gpus(first, degree)},
+        workers=(f"rollout-{index}",),
+    )
+
+
+def environment_command(run_dir: Path, common: dict[str, str], index: int) -> Command:
+    """Command of one environment worker."""
+    return Command(
+        name=f"environment-{index}",
+        argv=(
+            *(sys.executable, "-m", "laminar.workers.environment.main"),
+            *("--connect", str(run_dir), "--index", str(index)),
+        ),
+        environment={**common, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"},
+        workers=(f"environment-{index}",),
+    )
+
+
+def _gpus(first: int, count: int) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for one process, cut out of what the controller may see; nothing without NVIDIA GPUs."""
+    if not shutil.which("nvidia-smi"):
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(number) for number in range(first + count)]
+    chosen = devices[first : first + count]
+    # Fewer GPUs than processes: they share the last one (a small model on one GPU).
+    return {"CUDA_VISIBLE_DEVICES": ",".join(chosen or devices[-1:])}

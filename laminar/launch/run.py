@@ -1,0 +1,165 @@
+"""A run on this machine from its first check to its last clean-up: what `laminar train` does.
+
+Invariant: however the run ends, afterwards no process of it, no file in shared memory and no port is left. (If this very
+process is killed, its children end by themselves, and the next start removes what is left in shared memory.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from pathlib import Path
+
+from laminar.config.schema import ExperimentConfig
+from laminar.controller.controller import Controller
+from laminar.controller.events import EventBus, Notice, ProcessStarted
+from laminar.controller.repl_server import ReplServer
+from laminar.errors import WorkerLost
+from laminar.launch.commands import Command, expected_workers, local_commands, mpi_directory
+from laminar.launch.local import LocalLauncher
+from laminar.observability.terminal import Terminal
+from laminar.protocol.connection import CONNECTION_FILE, Connection, CurveKeys, boot_id, process_started
+from laminar.protocol.zeromq import ZmqControllerChannel
+from laminar.weights import run_memory
+
+END_LIMIT_S = 10.0  # for workers to end by themselves; then SIGTERM, then SIGKILL
+
+
+class Interrupted(Exception):
+    """The person asked twice to stop: now."""
+
+
+class LocalRun:
+    """The controller, and the processes that it starts on this machine."""
+
+    def __init__(self, config: ExperimentConfig, run_dir: Path, events: EventBus, terminal: Terminal) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._terminal = terminal
+        self._run_id = f"{config.name}-{secrets.token_hex(4)}"[-100:]
+        self._events = events
+        self._commands: dict[str, Command] = {}
+        self._ending = False
+
+    async def run(self) -> None:
+        """Make the run.
+
+        Raises:
+            UserError: before anything has started (a taken port), or a worker found the user's input at fault.
+            RunFailed: the run could not go on.
+            Interrupted: the second Ctrl-C.
+        """
+        for name in run_memory.remove_leftovers():
+            self._events.emit(Notice(level="info", text=f"removed {name} from shared memory: left by a run that died"))
+        controller_keys, worker_keys = CurveKeys.create(), CurveKeys.create()
+        channel = ZmqControllerChannel(
+            self._config.controller.host,
+            self._config.controller.port,
+            controller_keys=controller_keys,
+            worker_public_key=worker_keys.public,
+        )
+        self._launcher = LocalLauncher(self._run_dir, self._run_id, self._on_exit)
+        try:
+            run_memory.claim(self._run_id)
+            mpi_directory(self._run_id).mkdir(mode=0o700)
+            self._publish_connection(channel.address, controller_keys, worker_keys)
+            self._controller = Controller(
+                self._config,
+                channel,
+                self._events,
+                run_id=self._run_id,
+                run_dir=self._run_dir,
+                expected_workers=expected_workers(self._config),
+                replace_environment=self._replace_environment,
+            )
+            await self._run_controller()
+        finally:
+            self._ending = True
+            forced = await self._launcher.stop(END_LIMIT_S)
+            for name in forced:
+                self._events.emit(Notice(level="warning", text=f"{name} did not end by itself and was stopped"))
+            channel.close()
+            (self._run_dir / CONNECTION_FILE).unlink(missing_ok=True)
+            run_memory.remove(self._run_id)
+
+    async def _run_controller(self) -> None:
+        repl = ReplServer(self._controller)
+        services = (repl.serve_forever, self._terminal.refresh_forever)
+        main = asyncio.create_task(self._controller.run(self._launch, services), name="controller")
+        main.add_done_callback(self._on_end)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_interrupt, main)
+        try:
+            await asyncio.wait([main, self._launcher.failure], return_when=asyncio.FIRST_COMPLETED)
+            if self._launcher.failure.done():
+                main.cancel()
+                await asyncio.wait([main])
+                self._launcher.failure.result()
+            if main.cancelled():
+                raise Interrupted
+            main.result()
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def _launch(self) -> None:
+        for command in local_commands(self._config, self._run_dir, self._run_id):
+            self._commands[command.name] = command
+            await self._start(command)
+
+    async def _start(self, command: Command) -> None:
+        pid = await self._launcher.start(command)
+        self._events.emit(ProcessStarted(name=command.name, pid=pid, command=" ".join(command.argv)))
+
+    def _on_end(self, _: asyncio.Task[None]) -> None:
+        self._ending = True
+
+    def _on_interrupt(self, main: asyncio.Task[None]) -> None:
+        if self._controller.control.stop_requested.is_set():
+            main.cancel()
+            return
+        text = "stopping after the current step, with a checkpoint; Ctrl-C again stops now"
+        self._events.emit(Notice(level="warning", text=text))
+        self._controller.control.stop()
+
+    def _on_exit(self, command: Command, status: int) -> None:
+        """A process ended that was not told to.
+
+        Raises:
+            WorkerLost: the run cannot go on without it.
+        """
+        if self._ending:
+            return
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        tail = self._launcher.log_tail(command)
+        reason = f"its process ended ({how})" + (f"\n{tail}" if tail else "")
+        registry = self._controller.registry
+        replaceable = all(name in registry.workers and registry.workers[name].ready for name in command.workers)
+        for name in command.workers:
+            registry.lost(name, reason)
+        if not (replaceable and command.name.startswith("environment-")):
+            raise WorkerLost(f"{command.name}: {reason}")
+
+    async def _replace_environment(self, index: int, reason: str) -> None:
+        """Start an environment worker anew. Raises WorkerLost if it was started by hand."""
+        name = f"environment-{index}"
+        command = self._commands.get(name)
+        if command is None:
+            raise WorkerLost(f"{name} was lost: {reason}. It was started by hand, so it is not restarted")
+        self._launcher.kill(name)  # it may hang in the user's code
+        await self._start(command)
+
+    def _publish_connection(self, address: str, controller_keys: CurveKeys, worker_keys: CurveKeys) -> None:
+        Connection(
+            address=address,
+            run_id=self._run_id,
+            controller_public_key=controller_keys.public,
+            worker_public_key=worker_keys.public,
+            worker_secret_key=worker_keys.secret,
+            controller_pid=os.getpid(),
+            controller_started=process_started(os.getpid()) or 0,
+            boot_id=boot_id(),
+        ).write(self._run_dir)

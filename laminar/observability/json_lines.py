@@ -1,0 +1,74 @@
+"""Files of JSON objects, one a line, that a reader may follow while they grow.
+
+Invariant: a file holds whole lines only, also when the disk was full in between. Not a number and infinity, which JSON
+does not know, are written as null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class JsonLines:
+    """Appends lines; what cannot be written is counted, and `on_error` hears of it."""
+
+    def __init__(self, path: Path, on_error: Callable[[Path, OSError], None]) -> None:
+        """Open for appending. Raises OSError."""
+        self.path = path
+        self.lost = 0  # lines that could not be written
+        self._on_error = on_error
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append one line; it is with the operating system when this returns."""
+        data = (json.dumps(plain(line), ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "replace")
+        start = 0
+        try:
+            start = os.fstat(self._file).st_size
+            written = 0
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+        except OSError as error:
+            self.lost += 1
+            self._take_back(start)
+            self._on_error(self.path, error)
+
+    def close(self) -> None:
+        """Close the file; may be called again."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _take_back(self, size: int) -> None:
+        """Remove the part of a line that still found room, so that the next line starts at a line's start."""
+        try:
+            if os.fstat(self._file).st_size > size:
+                os.ftruncate(self._file, size)
+        except OSError:
+            self.close()  # then the file ends in a broken line, and no line follows it
+
+
+def plain(value: Any) -> Any:
+    """The value in JSON's own types.
+
+    Raises:
+        TypeError: it holds something that JSON cannot express.
+    """
+    if isinstance(value, np.generic | np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    raise TypeError(f"a {type(value).__name__} cannot be written as JSON: {value!r}")

@@ -1,0 +1,231 @@
+"""The folder that a run leaves behind: resolved config, logs, checkpoints, and what happened as JSON lines.
+
+  run.json            what the folder is: its marker
+  config.yaml         the resolved config; `laminar train RUN_DIR/config.yaml` runs it again
+  logs/               one log per process
+  checkpoints/        one folder per checkpoint
+  metrics.jsonl       one line per step
+  trajectories.jsonl  one line per trajectory that was trained or dropped
+  events.jsonl        workers, weights, checkpoints, rejected prompts and notices, with seconds since the start
+
+Invariants: a folder that holds anything is never written over unless the user said so and it is a run directory of a
+run that has ended; a line that cannot be written costs that line, never the run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import laminar
+from laminar.config.load import to_yaml
+from laminar.config.schema import ExperimentConfig, JsonlSource
+from laminar.controller import events as kinds
+from laminar.controller.events import EventBus, GroupDropped, MetricsReported, Notice, StepFinished
+from laminar.errors import UserError
+from laminar.observability.json_lines import JsonLines
+from laminar.protocol.connection import CONNECTION_FILE, Connection, boot_id, process_started
+from laminar.trajectory import Trajectory
+
+MARKER = "run.json"
+CONFIG = "config.yaml"
+
+# What events.jsonl tells: everything that happens seldom and that a person would look for.
+TOLD_EVENTS: tuple[type, ...] = (
+    kinds.ProcessStarted,
+    kinds.WorkerJoined,
+    kinds.WorkerReady,
+    kinds.WorkerReplaced,
+    kinds.PromptRejected,
+    kinds.WeightsPublished,
+    kinds.WeightsBroadcast,
+    kinds.WeightsPulled,
+    kinds.CheckpointFinished,
+    kinds.Notice,
+)
+
+
+class RunDirectory:
+    """One run directory; made by `create`, filled by the events that it subscribes to in `record`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self._lines: dict[str, JsonLines] = {}
+        self._events: EventBus | None = None
+        self._now: Callable[[], float] = lambda: 0.0
+        self._started = 0.0
+        self._told_of_error = False
+
+    @classmethod
+    def create(cls, path: Path, config: ExperimentConfig, overwrite: bool) -> RunDirectory:
+        """Make the folder with everything that is known before the run starts.
+
+        Raises:
+            UserError: something is there already (with `overwrite`: something that is no run directory, or a run that
+                is alive), or the folder cannot be written.
+        """
+        path = path.resolve()
+        try:
+            if path.exists() and not path.is_dir():
+                raise UserError(f"{path}: is a file; give --run-dir a folder that does not exist yet")
+            if path.is_dir() and any(path.iterdir()):
+                _make_room(path, config, overwrite)
+            path.mkdir(parents=True, exist_ok=True)
+            _write_marker(path, config)
+            (path / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+            run_directory = cls(path)
+            run_directory.logs.mkdir()
+            run_directory.checkpoints.mkdir()
+            for name in ("metrics", "trajectories", "events"):
+                file = path / f"{name}.jsonl"
+                run_directory._lines[name] = JsonLines(file, run_directory._on_write_error)
+        except OSError as error:
+            raise UserError(
+                f"{error.filename or path}: cannot be written ({error.strerror}); "
+                "choose another run directory with --run-dir"
+            ) from error
+        return run_directory
+
+    @property
+    def lost_lines(self) -> int:
+        """Lines that could not be written, of all files together."""
+        return sum(lines.lost for lines in self._lines.values())
+
+    def record(self, events: EventBus, now: Callable[[], float]) -> None:
+        """Write down what happens from now on; `now` is the controller's clock, in seconds."""
+        self._events, self._now, self._started = events, now, now()
+        events.subscribe(self._on_metrics, MetricsReported)
+        events.subscribe(self._on_step, StepFinished)
+        events.subscribe(self._on_dropped, GroupDropped)
+        events.subscribe(self._on_told_event, *TOLD_EVENTS)
+
+    def close(self) -> None:
+        """Close the files; events that come later are not recorded."""
+        for lines in self._lines.values():
+            lines.close()
+        self._lines.clear()
+
+    def _write(self, name: str, line: dict[str, Any]) -> None:
+        if lines := self._lines.get(name):
+            lines.write(line)
+
+    def _on_metrics(self, event: MetricsReported) -> None:
+        self._write("metrics", event.line)
+
+    def _on_step(self, event: StepFinished) -> None:
+        for group in event.groups:
+            for trajectory in group.trajectories:
+                staleness = event.policy_version - 1 - (trajectory.policy_version or 0)
+                self._write("trajectories", _trajectory_line(trajectory, step=event.step, staleness=staleness))
+
+    def _on_dropped(self, event: GroupDropped) -> None:
+        for trajectory in event.group.trajectories:
+            self._write("trajectories", _trajectory_line(trajectory, dropped=event.reason))
+
+    def _on_told_event(self, event: Any) -> None:
+        line = {"time_s": round(self._now() - self._started, 6), "event": type(event).__name__, **asdict(event)}
+        self._write("events", line)
+
+    def _on_write_error(self, path: Path, error: OSError) -> None:
+        if self._told_of_error or self._events is None:
+            return
+        self._told_of_error = True
+        text = f"{path}: cannot be written ({error.strerror}); the run goes on, lines that do not fit are lost"
+        self._events.emit(Notice(level="warning", text=text))
+
+
+def _trajectory_line(
+    trajectory: Trajectory, *, step: int | None = None, staleness: int | None = None, dropped: str | None = None
+) -> dict[str, Any]:
+    started, finished = trajectory.started_at, trajectory.finished_at
+    return {
+        "id": trajectory.trajectory_id,
+        "group": trajectory.group_id,
+        "prompt_id": trajectory.prompt.prompt_id,
+        "source": trajectory.prompt.source,
+        "policy_version": trajectory.policy_version,
+        "step": step,
+        "staleness": staleness,
+        "prompt_tokens": len(trajectory.prompt.token_ids),
+        "response_tokens": trajectory.num_tokens,
+        "reward": trajectory.reward,
+        "finish_reason": trajectory.finish_reason,
+        "rollout": trajectory.rollout,
+        "generation_s": None if started is None or finished is None else round(finished - started, 6),
+        "dropped": dropped,
+    }
+
+
+def live_controller(path: Path) -> int | None:
+    """Process id of the controller whose run lives in this folder; None if there is none on this machine.
+
+    A controller on another machine, over a shared file system, cannot be seen from here.
+    """
+    try:
+        connection = Connection.read(path / CONNECTION_FILE)
+    except (UserError, OSError):
+        return None
+    if connection.boot_id != boot_id() or process_started(connection.controller_pid) != connection.controller_started:
+        return None
+    return connection.controller_pid
+
+
+def _make_room(path: Path, config: ExperimentConfig, overwrite: bool) -> None:
+    """Delete an ended run's directory for a new one, or refuse to."""
+    pid = live_controller(path)
+    if pid is not None:
+        raise UserError(
+            f"{path}: the run of process {pid} lives there. Choose another folder with --run-dir, "
+            f"or end that run first (laminar attach {path} -c stop)"
+        )
+    if not overwrite:
+        raise UserError(
+            f"{path}: is there already and not empty. Choose another folder with --run-dir, or replace it with --overwrite"
+        )
+    if not ((path / MARKER).is_file() and (path / CONFIG).is_file()):
+        raise UserError(
+            f"{path}: not a run directory (it has no {MARKER} and {CONFIG}), so --overwrite leaves it alone. "
+            "Choose another folder with --run-dir, or delete it yourself"
+        )
+    for what, used in _used_paths(config):
+        if used == path or path in used.parents:
+            raise UserError(f"{path}: --overwrite would delete {what} ({used}). Choose another folder with --run-dir")
+    # The marker goes last: should this be interrupted, the folder is still known for what it is.
+    for entry in sorted(path.iterdir(), key=lambda entry: entry.name in (MARKER, CONFIG)):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _used_paths(config: ExperimentConfig) -> Iterator[tuple[str, Path]]:
+    """What the new run needs, and what must therefore not lie in a folder that is deleted."""
+    yield "the working directory", Path.cwd()
+    yield "model.path", Path(config.model.path).resolve()
+    if config.algorithm.reference_path:
+        yield "algorithm.reference_path", Path(config.algorithm.reference_path).resolve()
+    if isinstance(config.data.source, JsonlSource):
+        yield "data.source.path", Path(config.data.source.path).resolve()
+
+
+def _write_marker(path: Path, config: ExperimentConfig) -> None:
+    """Say what the folder is. Of two runs that start at once in one folder, only one gets through here."""
+    about = {
+        "laminar": laminar.__version__,
+        "name": config.name,
+        "host": socket.gethostname(),
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+    try:
+        with open(path / MARKER, "x", encoding="utf-8") as file:
+            json.dump(about, file, indent=1)
+    except FileExistsError:
+        raise UserError(f"{path}: another run has just started there; choose another folder with --run-dir") from None

@@ -1,0 +1,155 @@
+"""One line of metrics per step, from the events since the step before.
+
+Rates are per second of wall clock between two steps; fractions are of the same interval. Idle fractions follow from the
+state clocks of the trainer and of each rollout, so their causes add up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from laminar.controller.events import (
+    EventBus,
+    GroupDropped,
+    MetricsReported,
+    PromptRejected,
+    StepFinished,
+    TokensAppended,
+    WeightsBroadcast,
+    WeightsPublished,
+    WeightsPulled,
+)
+from laminar.controller.state_clock import StateClock, difference
+
+TRAINER_BUSY = ("training", "publishing", "checkpointing")
+ROLLOUT_BUSY = ("generating",)
+
+
+class StepMetrics:
+    """Subscribes to the bus and reports `MetricsReported` after every `StepFinished`."""
+
+    def __init__(
+        self,
+        events: EventBus,
+        *,
+        now: Callable[[], float],
+        trainer_clock: StateClock,
+        rollout_clocks: Callable[[], Iterable[StateClock]],
+        gauges: Callable[[], dict[str, float]],
+    ) -> None:
+        self._events = events
+        self._now = now
+        self._started = self._last = now()
+        self._trainer_clock = trainer_clock
+        self._rollout_clocks = rollout_clocks
+        self._gauges = gauges
+        self._trainer_before: dict[str, float] = {}
+        self._rollouts_before: dict[str, float] = {}
+        self._generated = 0
+        self._late = 0
+        self._kv: list[float] = []
+        self._publish_stall_s = 0.0
+        self._broadcasts: list[float] = []
+        self._pulls: list[float] = []
+        self._dropped = 0
+        self._rejected = 0
+        events.subscribe(self._on_tokens, TokensAppended)
+        events.subscribe(self._on_weights, WeightsPublished, WeightsBroadcast, WeightsPulled)
+        events.subscribe(self._on_loss, GroupDropped, PromptRejected)
+        events.subscribe(self._on_step, StepFinished)
+
+    def start(self) -> None:
+        """Begin the first interval now: warm-up does not count as idle time."""
+        self._last = self._now()
+        self._trainer_before = self._trainer_clock.totals()
+        self._rollouts_before = self._rollout_totals()
+
+    def _on_tokens(self, event: TokensAppended) -> None:
+        self._generated += event.tokens
+        self._late += event.late_tokens
+        self._kv.append(event.kv_utilization)
+
+    def _on_weights(self, event: WeightsPublished | WeightsBroadcast | WeightsPulled) -> None:
+        if isinstance(event, WeightsPublished):
+            self._publish_stall_s = event.publish_stall_s
+        elif isinstance(event, WeightsBroadcast):
+            self._broadcasts.append(event.seconds)
+        else:
+            self._pulls.append(event.seconds)
+
+    def _on_loss(self, event: GroupDropped | PromptRejected) -> None:
+        if isinstance(event, GroupDropped):
+            self._dropped += 1
+        else:
+            self._rejected += 1
+
+    def _rollout_totals(self) -> dict[str, float]:
+        totals: Counter[str] = Counter()
+        for clock in self._rollout_clocks():
+            totals.update(clock.totals())
+        return dict(totals)
+
+    def _on_step(self, event: StepFinished) -> None:
+        now = self._now()
+        interval = max(now - self._last, 1e-9)
+        trainer, rollouts = self._trainer_clock.totals(), self._rollout_totals()
+        trainer_s = difference(trainer, self._trainer_before)
+        rollout_s = difference(rollouts, self._rollouts_before)
+        trajectories = [trajectory for group in event.groups for trajectory in group.trajectories]
+        lengths = np.array([trajectory.num_tokens for trajectory in trajectories])
+        staleness = [event.policy_version - 1 - (trajectory.policy_version or 0) for trajectory in trajectories]
+        rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+        tokens = int(lengths.sum()) + sum(len(trajectory.prompt.token_ids) for trajectory in trajectories)
+        line: dict[str, Any] = {
+            "step": event.step,
+            "policy_version": event.policy_version,
+            "time_s": now - self._started,
+            "step_s": interval,
+            "reward_mean": float(np.mean(rewards)),
+            "reward_std": float(np.std(rewards)),
+            "staleness_mean": float(np.mean(staleness)),
+            "staleness_max": int(max(staleness)),
+            "publish_stall_s": self._publish_stall_s,
+            "broadcast_s": _mean(self._broadcasts),
+            "pull_s_mean": _mean(self._pulls),
+            "pulls": len(self._pulls),
+            "generated_tokens_per_s": self._generated / interval,
+            "trained_tokens_per_s": tokens / interval,
+            "train_s": event.train_s,
+            "kv_utilization_mean": _mean(self._kv) or 0.0,
+            "trainer_idle_fraction": _idle(trainer_s, TRAINER_BUSY),
+            "rollout_idle_fraction": _idle(rollout_s, ROLLOUT_BUSY),
+            "trainer_seconds": _nonzero(trainer_s),
+            "rollout_seconds": _nonzero(rollout_s),
+            "response_tokens_mean": float(lengths.mean()),
+            "response_tokens_p50": float(np.median(lengths)),
+            "response_tokens_max": int(lengths.max()),
+            "finish_length_fraction": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+            "groups_dropped": self._dropped,
+            "prompts_rejected": self._rejected,
+            "late_tokens_dropped": self._late,
+            **self._gauges(),
+        }
+        for name, value in event.trainer_metrics.items():
+            line.setdefault(name, value)
+        self._last, self._trainer_before, self._rollouts_before = now, trainer, rollouts
+        self._generated = 0
+        self._kv, self._broadcasts, self._pulls = [], [], []
+        self._events.emit(MetricsReported(line=line))
+
+
+def _mean(values: list[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _idle(seconds: dict[str, float], busy: tuple[str, ...]) -> float:
+    total = sum(seconds.values())
+    return 1.0 - sum(seconds.get(state, 0.0) for state in busy) / total if total > 0 else 0.0
+
+
+def _nonzero(seconds: dict[str, float]) -> dict[str, float]:
+    return {state: round(value, 4) for state, value in seconds.items() if value > 0}

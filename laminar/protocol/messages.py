@@ -1,0 +1,334 @@
+"""Every message between the controller and its workers. Nothing else crosses a process boundary.
+
+Messages are frozen dataclasses; arrays travel as raw frames beside the msgpack header (`codec.py`). "->" in a section's
+title reads "sent by, to".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+WorkerKind = Literal["rollout", "relay", "trainer", "environment"]
+
+# ---------------------------------------------------------------- any worker -> controller
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Hello:
+    """First message of a worker: who it is. The controller answers with `Welcome` or `Shutdown`."""
+
+    kind: WorkerKind
+    index: int  # replica index, relay's MPI rank, trainer rank, environment worker index
+    pid: int
+    host: str
+    version: str  # laminar's version; must equal the controller's
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Progress:
+    """What a worker is doing while it warms up, as one line for a person to read."""
+
+    text: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Ready:
+    """The worker can take work."""
+
+    detail: str  # one line for a person: the engine taken, the device, the model's size
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WorkerFailed:
+    """The worker cannot go on and is about to exit."""
+
+    error: str  # one message for a person
+    user_error: bool  # the user's input or machine is at fault
+
+
+# ---------------------------------------------------------------- both directions
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Heartbeat:
+    """Still there."""
+
+
+# ---------------------------------------------------------------- controller -> any worker
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Welcome:
+    """The worker belongs to the run now; all that it needs to know comes with this."""
+
+    run_id: str
+    run_dir: str
+    config: str  # the resolved ExperimentConfig as JSON
+    store: str  # weight store in shared memory that this worker writes (trainer: the master relay's; relay: its own)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Shutdown:
+    """End now, cleanly."""
+
+    reason: str
+
+
+# ---------------------------------------------------------------- controller -> rollout
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrajectoryAssignment:
+    """One trajectory leased to a rollout, to start or (with token ids) to continue."""
+
+    trajectory_id: str
+    lease: int
+    policy_version: int  # the version that must serve it
+    prompt_token_ids: np.ndarray  # int32 [P]
+    token_ids: np.ndarray  # int32 [T]
+    max_new_tokens: int
+    seed: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Generate:
+    """Trajectories to generate."""
+
+    assignments: tuple[TrajectoryAssignment, ...]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class AbortTrajectories:
+    """Stop these; the last deltas come with finish reason "abort"."""
+
+    trajectory_ids: tuple[str, ...]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PullWeights:
+    """Load the newest version of the store, this one at least; sent only when the rollout has drained."""
+
+    policy_version: int
+    store: str  # name of the weight store in shared memory: that of the relay on the rollout's host
+
+
+# ---------------------------------------------------------------- rollout -> controller
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RolloutLoad:
+    """Load figures of one replica."""
+
+    running: int
+    waiting: int
+    kv_utilization: float  # 0 to 1
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrajectoryDeltas:
+    """What K trajectories gained since the last message, as one batch."""
+
+    policy_version: int  # that the engine served
+    trajectory_ids: tuple[str, ...]  # K
+    leases: tuple[int, ...]  # K
+    token_counts: np.ndarray  # int32 [K]
+    token_ids: np.ndarray  # int32 [sum of token_counts]
+    logprobs: np.ndarray  # float32 [sum of token_counts]
+    finish_reasons: tuple[str | None, ...]  # K
+    load: RolloutLoad
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WeightsPulled:
+    """The rollout serves this version now."""
+
+    policy_version: int
+    seconds: float
+    nbytes: int
+
+
+# ---------------------------------------------------------------- controller -> relay, and back
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Broadcast:
+    """Carry a version down the chain; sent to every relay of the chain. The first holds it already."""
+
+    policy_version: int
+    chain: tuple[int, ...]  # MPI ranks, the master relay first
+    chunk_bytes: int
+    epoch: int  # grows with every broadcast; older transfers are ignored
+    deadline_s: float
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WeightsStored:
+    """The relay holds the complete, checked version."""
+
+    policy_version: int
+    seconds: float  # from the relay's start of the broadcast to its commit
+    nbytes: int
+    chunks: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class BroadcastFailed:
+    """The relay gave the broadcast up."""
+
+    policy_version: int
+    error: str
+
+
+# ---------------------------------------------------------------- controller -> trainer, and back
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PublishWeights:
+    """Write the current weights into the master relay's store as this version (at the start of a run)."""
+
+    policy_version: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainStep:
+    """One actor update on N trajectories, and its publish. Every rank gets the whole batch and takes its own share.
+
+    Trajectories of a group stand together; mini-batches are cut at group borders.
+    """
+
+    step: int
+    publish_version: int
+    group_ids: np.ndarray  # int64 [N]
+    rewards: np.ndarray  # float32 [N]
+    prompt_lengths: np.ndarray  # int32 [N]
+    response_lengths: np.ndarray  # int32 [N]
+    token_ids: np.ndarray  # int32 [sum of prompt and response lengths]: prompt, response, prompt, response, ...
+    loss_mask: np.ndarray  # uint8 [sum of response lengths]: 0 where the policy did not write the token
+    engine_logprobs: np.ndarray  # float32 [sum of response lengths]
+    staleness: np.ndarray  # int32 [N]: publish_version - 1 - policy_version of each trajectory
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepTrained:
+    """A rank finished the optimizer updates of a step; metrics are already averaged over ranks."""
+
+    step: int
+    seconds: float
+    metrics: dict[str, float]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WeightsPublished:
+    """Rank 0 has put a version into the master relay's store, and goes on."""
+
+    policy_version: int
+    publish_stall_s: float  # time for which training stood still
+    nbytes: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SaveCheckpoint:
+    """Write trainer state and a Hugging Face export into the folder; complete only with its marker."""
+
+    step: int
+    policy_version: int
+    path: str
+    state: str  # JSON that the controller wants back with this checkpoint
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CheckpointSaved:
+    """Outcome of a checkpoint; `error` is empty when it is complete and durable."""
+
+    step: int
+    path: str
+    seconds: float
+    nbytes: int
+    error: str
+
+
+# ---------------------------------------------------------------- controller -> environment, and back
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FetchPrompts:
+    """Prompts at these positions of the data order; the same question always has the same answer."""
+
+    start: int
+    count: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PromptRecord:
+    """One tokenized prompt."""
+
+    prompt_id: int
+    source: str
+    text: str
+    token_ids: np.ndarray  # int32 [P]
+    answer: str
+    metadata: str  # JSON
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PromptsFetched:
+    """Answer to `FetchPrompts`; fewer than asked only when the data ends there."""
+
+    start: int
+    prompts: tuple[PromptRecord, ...]
+    exhausted: bool
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ScoreTrajectory:
+    """A finished trajectory to score."""
+
+    trajectory_id: str
+    source: str
+    prompt_text: str
+    answer: str
+    metadata: str
+    token_ids: np.ndarray  # int32 [T], the response
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrajectoryScored:
+    """Its reward, or why there is none."""
+
+    trajectory_id: str
+    reward: float  # NaN where error is set
+    response_text: str
+    error: str
+
+
+MESSAGE_TYPES: tuple[type, ...] = (
+    Hello,
+    Progress,
+    Ready,
+    WorkerFailed,
+    Heartbeat,
+    Welcome,
+    Shutdown,
+    Generate,
+    AbortTrajectories,
+    PullWeights,
+    RolloutLoad,
+    TrajectoryDeltas,
+    WeightsPulled,
+    Broadcast,
+    WeightsStored,
+    BroadcastFailed,
+    PublishWeights,
+    TrainStep,
+    StepTrained,
+    WeightsPublished,
+    SaveCheckpoint,
+    CheckpointSaved,
+    FetchPrompts,
+    PromptsFetched,
+    ScoreTrajectory,
+    TrajectoryScored,
+)

@@ -1,0 +1,122 @@
+"""Prompt, group and trajectory: what the controller keeps of everything that is generated.
+
+Invariants: a trajectory has one `policy_version` for all its tokens, fixed when its generation starts; a lease number
+grows with every assignment to a rollout, so that what an earlier assignment still sends can be told apart and dropped.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+class TrajectoryState(enum.Enum):
+    """Where a trajectory is in its life; `docs/architecture.md` has the picture."""
+
+    QUEUED = "queued"
+    GENERATING = "generating"
+    FINISHED = "finished"
+    SCORED = "scored"
+    BUFFERED = "buffered"
+    TRAINING = "training"
+    CONSUMED = "consumed"
+    EVICTED = "evicted"
+    FAILED = "failed"
+
+
+# The arrows of the picture. A change that is not here is a bug in the controller and raises.
+ALLOWED_TRANSITIONS: dict[TrajectoryState, frozenset[TrajectoryState]] = {
+    TrajectoryState.QUEUED: frozenset({TrajectoryState.GENERATING, TrajectoryState.EVICTED}),
+    TrajectoryState.GENERATING: frozenset(
+        {TrajectoryState.FINISHED, TrajectoryState.QUEUED, TrajectoryState.FAILED, TrajectoryState.EVICTED}
+    ),
+    TrajectoryState.FINISHED: frozenset({TrajectoryState.SCORED, TrajectoryState.FAILED, TrajectoryState.EVICTED}),
+    TrajectoryState.SCORED: frozenset({TrajectoryState.BUFFERED, TrajectoryState.EVICTED}),
+    TrajectoryState.BUFFERED: frozenset({TrajectoryState.TRAINING, TrajectoryState.EVICTED}),
+    TrajectoryState.TRAINING: frozenset({TrajectoryState.CONSUMED, TrajectoryState.BUFFERED}),
+    TrajectoryState.CONSUMED: frozenset(),
+    TrajectoryState.EVICTED: frozenset(),
+    TrajectoryState.FAILED: frozenset(),
+}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Prompt:
+    """One entry of the data, tokenized."""
+
+    prompt_id: int  # position in the data order: the data cursor that produced it
+    source: str  # data set that it came from, e.g. "spell_backward"
+    text: str
+    token_ids: NDArray[np.int32]  # int32 [P]
+    answer: str
+    metadata: str  # JSON of the data set's own entry, handed to the reward as it is
+
+
+@dataclass(kw_only=True, slots=True)
+class Trajectory:
+    """One response to a prompt, from its first token to the step that trained on it."""
+
+    trajectory_id: str
+    group_id: int
+    prompt: Prompt
+    state: TrajectoryState = TrajectoryState.QUEUED
+    policy_version: int | None = None  # fixed when generation starts
+    lease: int = 0
+    rollout: str | None = None  # name of the replica that has it, or had it last
+    token_ids: list[NDArray[np.int32]] = field(default_factory=list)  # pieces of int32 [T]
+    logprobs: list[NDArray[np.float32]] = field(default_factory=list)  # pieces of float32 [T]
+    num_tokens: int = 0  # T so far
+    finish_reason: str | None = None
+    reward: float | None = None
+    error: str | None = None
+    started_at: float | None = None  # seconds on the controller's clock
+    finished_at: float | None = None
+    step: int | None = None  # the step that consumed it
+
+    def move_to(self, state: TrajectoryState) -> None:
+        """Change state along an allowed arrow.
+
+        Raises:
+            RuntimeError: the arrow does not exist (an error of the controller's, never of a user's).
+        """
+        if state not in ALLOWED_TRANSITIONS[self.state]:
+            raise RuntimeError(f"trajectory {self.trajectory_id}: {self.state.value} -> {state.value} is not allowed")
+        self.state = state
+
+    def append(self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
+        """Add the tokens of one delta (both [D])."""
+        if token_ids.shape != logprobs.shape:
+            raise RuntimeError(
+                f"trajectory {self.trajectory_id}: {token_ids.shape} token ids with {logprobs.shape} logprobs"
+            )
+        self.token_ids.append(token_ids)
+        self.logprobs.append(logprobs)
+        self.num_tokens += int(token_ids.shape[0])
+
+    def response_token_ids(self) -> NDArray[np.int32]:
+        """All generated token ids, int32 [T]."""
+        return np.concatenate(self.token_ids) if self.token_ids else np.empty(0, np.int32)
+
+    def response_logprobs(self) -> NDArray[np.float32]:
+        """The engine's logprob of each generated token, float32 [T]."""
+        return np.concatenate(self.logprobs) if self.logprobs else np.empty(0, np.float32)
+
+
+@dataclass(kw_only=True, slots=True)
+class Group:
+    """The trajectories of one prompt; advantages need it whole, so it is admitted, buffered and trained whole."""
+
+    group_id: int
+    prompt: Prompt
+    trajectories: list[Trajectory]
+    policy_version: int | None = None  # oldest version among its members
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens of all members."""
+        return sum(trajectory.num_tokens for trajectory in self.trajectories)

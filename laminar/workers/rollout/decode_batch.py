@@ -1,0 +1,232 @@
+"""Continuous batching on a Hugging Face causal language model: the working part of the torch engine.
+
+Invariants: row i of the batch lives in slot i of the cache; a row's last token has been reported but is not in the cache
+yet (the next step writes it), so a slot holds one token less than its trajectory. Finished rows leave after the step that
+finished them, the last row takes their place, and waiting ones join by a prefill before the next step.
+
+Everything here runs in one thread, which `TorchEngine` owns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from laminar.errors import UserError
+from laminar.workers.rollout import token_sampling
+from laminar.workers.rollout.causal_model import CausalModel
+from laminar.workers.rollout.engine import EngineLoad, EngineSettings, GenerationRequest
+from laminar.workers.rollout.slot_cache import SlotCache
+
+PREFILL_TOKENS = 8192  # in one forward pass, padding included (a longer prompt goes alone)
+PREFILL_LOGITS = 1 << 26  # elements in one forward pass (256 MiB in float32)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Row:
+    """One trajectory in the engine: waiting or running."""
+
+    request: GenerationRequest
+    stop_token_ids: frozenset[int]
+    token_ids: list[int] = field(default_factory=list)  # generated here, not yet taken
+    logprobs: list[float] = field(default_factory=list)  # one per token_ids
+    left: int  # tokens that may still be generated
+    finish_reason: str | None = None
+
+    def context(self) -> NDArray[np.int64]:
+        """int64 [P + T], the tokens to start from."""
+        return np.concatenate([self.request.prompt_token_ids, self.request.token_ids]).astype(np.int64)
+
+    def take(self) -> tuple[list[int], list[float]]:
+        """What was generated since the last call."""
+        taken = self.token_ids, self.logprobs
+        self.token_ids, self.logprobs = [], []
+        return taken
+
+
+class DecodeBatch:
+    """The model, its cache, and the trajectories that wait and run."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        """Load the model and allocate the cache.
+
+        Raises:
+            UserError: the model cannot be loaded or run by this engine, or the cache is too small for one trajectory.
+        """
+        torch.set_num_threads(settings.threads)
+        self.model = CausalModel(settings.model_path, settings.dtype, settings.context_tokens)
+        row_bytes = self.model.kv_bytes_per_token * settings.context_tokens
+        self.slots = min(settings.max_running, settings.kv_cache_bytes // row_bytes)
+        if self.slots < 1:
+            raise UserError(
+                f"a KV cache of {settings.kv_cache_bytes} bytes holds no trajectory of {settings.context_tokens} tokens "
+                f"({row_bytes} bytes each): give the rollout engine a larger KV cache or a shorter context"
+            )
+        self.positions = settings.context_tokens
+        self.cache = SlotCache(
+            self.model.kv_shapes,
+            self.slots,
+            self.positions,
+            self.model.dtype,
+            device=self.model.device,
+        )
+        self.policy_version = -1
+        self.step_seconds = 0.0  # duration of the last step
+        self.waiting: deque[Row] = deque()
+        self.rows: list[Row] = []
+        self._random = np.random.default_rng(settings.seed)
+        # Per slot; the first len(self.rows) entries are in use.
+        self._lengths = np.zeros(self.slots, np.int64)  # tokens in the cache
+        self._last = np.zeros(self.slots, np.int64)  # the last token, not in the cache yet
+        self._keys = np.zeros(self.slots, np.uint64)
+        self._temperature = np.zeros(self.slots, np.float32)
+        self._top_p = np.ones(self.slots, np.float32)
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would do nothing."""
+        return not self.rows and not self.waiting
+
+    def load(self) -> EngineLoad:
+        """Load figures: the KV cache in use counts tokens, not slots."""
+        used = int(self._lengths[: len(self.rows)].sum())
+        return EngineLoad(
+            running=len(self.rows),
+            waiting=len(self.waiting),
+            kv_utilization=used / (self.slots * self.positions),
+        )
+
+    def add(self, request: GenerationRequest) -> Row:
+        """Queue a trajectory (checked before by `check_request`)."""
+        row = Row(
+            request=request,
+            stop_token_ids=frozenset(request.stop_token_ids),
+            left=request.max_new_tokens,
+        )
+        self.waiting.append(row)
+        return row
+
+    def abort(self, row: Row) -> None:
+        """End a trajectory with "abort"; does nothing if it has ended already."""
+        if row.finish_reason is not None:
+            return
+        row.finish_reason = "abort"
+        if row in self.waiting:
+            self.waiting.remove(row)
+        else:
+            self._remove(self.rows.index(row))
+
+    def load_weights(self, path: str, policy_version: int) -> None:
+        """Take a version's weights. Raises RuntimeError if a trajectory is here, ValueError if the file does not fit."""
+        if not self.idle:
+            raise RuntimeError(
+                f"weights of version {policy_version} must wait: {len(self.rows)} trajectories are running"
+            )
+        self.model.load_weights(path)
+        self.policy_version = policy_version
+
+    @torch.inference_mode()
+    def step(self) -> list[Row]:
+        """Let waiting trajectories join, then generate one token for each; returns those that finished."""
+        started = time.perf_counter()
+        finished = []
+        while self.waiting and len(self.rows) < self.slots:
+            finished += self._prefill(self._next_to_join())
+        if self.rows:
+            finished += self._decode()
+        self.step_seconds = time.perf_counter() - started
+        return finished
+
+    def _next_to_join(self) -> list[Row]:
+        """The next rows in order of arrival that fit into the free slots and one forward pass."""
+        joining: list[Row] = []
+        lengths: set[int] = set()
+        while self.waiting and len(joining) < self.slots - len(self.rows):
+            request = self.waiting[0].request
+            lengths.add(len(request.prompt_token_ids) + len(request.token_ids))
+            count = len(joining) + 1
+            logits = count * len(lengths) * self.model.vocabulary
+            if joining and (count * max(lengths) > PREFILL_TOKENS or logits > PREFILL_LOGITS):
+                break
+            joining.append(self.waiting.popleft())
+        return joining
+
+    def _prefill(self, joining: list[Row]) -> list[Row]:
+        """Put rows into free slots and generate their first token. Equal contexts (a group's) are computed once."""
+        contexts = [row.context() for row in joining]
+        distinct = {context.tobytes(): context for context in contexts}
+        index = {content: i for i, content in enumerate(distinct)}
+        sources = np.array([index[context.tobytes()] for context in contexts])
+        lengths = np.array([len(context) for context in contexts])
+        tokens = np.zeros((len(distinct), lengths.max()), np.int64)
+        for i, context in enumerate(distinct.values()):
+            tokens[i, : len(context)] = context
+        slots = np.arange(len(self.rows), len(self.rows) + len(joining))
+        self.cache.prefill(slots, sources, lengths)
+        last_positions, columns = np.unique(lengths - 1, return_inverse=True)
+        logits = self.model.prefill(tokens, last_positions, self.cache)[sources, columns]
+
+        self.rows += joining
+        self._lengths[slots] = lengths
+        self._temperature[slots] = [row.request.temperature for row in joining]
+        self._top_p[slots] = [row.request.top_p for row in joining]
+        self._keys[slots] = [token_sampling.key_of(self._seed_of(row.request)) for row in joining]
+        return self._append(slots, logits)
+
+    def _decode(self) -> list[Row]:
+        """One token for every row."""
+        count = len(self.rows)
+        lengths = self._lengths[:count]
+        positions, mask = self.cache.decode(lengths)
+        logits = self.model.decode(self._last[:count], positions, mask, self.cache)
+        lengths += 1
+        return self._append(np.arange(count), logits)
+
+    def _append(self, slots: NDArray[np.int64], logits: torch.Tensor) -> list[Row]:
+        """Draw the next token of these slots from logits [n, vocabulary]; returns and removes the rows that end with it."""
+        first, end = slots[0], slots[-1] + 1
+        uniform = token_sampling.uniforms(self._keys[first:end], self._lengths[first:end])
+        drawn = token_sampling.draw(logits, self._temperature[first:end], self._top_p[first:end], uniform)
+        tokens, logprobs = drawn[0].tolist(), drawn[1].tolist()
+        self._last[first:end] = tokens
+        ended = []
+        for slot, token, logprob in zip(range(first, end), tokens, logprobs, strict=True):
+            row = self.rows[slot]
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+            row.left -= 1
+            if token in row.stop_token_ids:
+                row.finish_reason = "stop"
+            elif row.left == 0:
+                row.finish_reason = "length"
+            else:
+                continue
+            ended.append(slot)
+        finished = [self.rows[slot] for slot in ended]
+        for slot in reversed(ended):  # from the back, so that what moves forward is never one that has ended
+            self._remove(slot)
+        return finished
+
+    def _remove(self, slot: int) -> None:
+        """Free a slot; the last row moves into it."""
+        last = len(self.rows) - 1
+        if slot != last:
+            self.cache.move(last, slot, int(self._lengths[last]))
+            self.rows[slot] = self.rows[last]
+            for values in (
+                self._lengths,
+                self._last,
+                self._keys,
+                self._temperature,
+                self._top_p,
+            ):
+                values[slot] = values[last]
+        self.rows.pop()
+
+    def _seed_of(self, request: GenerationRequest) -> int:
+        return int(self._random.integers(2**63)) if request.seed is None else request.seed

@@ -1,0 +1,97 @@
+"""The small protocol behind which inference engines stand; one instance serves one replica.
+
+Contract, the same for every engine and tested by the same tests:
+- A stream yields each token once, in order, with the logprob under the temperature-scaled distribution that it was
+  drawn from (float32; temperature 0 is greedy and gives the unscaled model's logprob), and ends with one delta that
+  has a `finish_reason`.
+- After `abort` the stream ends with "abort", having yielded every token that the engine had produced. Prompt plus these
+  tokens, given to any other replica of the same version, continue the same greedy sequence.
+- `load_weights` is called only while no stream is open. Afterwards the outputs are exactly those of the new weights
+  (tied embeddings and any prefix cache included), and every delta states the new version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GenerationRequest:
+    """One trajectory to generate, or to continue when `token_ids` is not empty."""
+
+    request_id: str  # unique among open streams
+    prompt_token_ids: NDArray[np.int32]  # int32 [P]
+    token_ids: NDArray[np.int32]  # int32 [T], generated before (by any replica of the same version)
+    max_new_tokens: int  # tokens still to generate at most, T not counted
+    temperature: float
+    top_p: float
+    stop_token_ids: tuple[int, ...]
+    seed: int | None = None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineDelta:
+    """What one stream gained."""
+
+    token_ids: NDArray[np.int32]  # int32 [D]; the stop token is included
+    logprobs: NDArray[np.float32]  # float32 [D]
+    policy_version: int  # the version that made these tokens, as the engine knows it
+    finish_reason: str | None  # "stop" | "length" | "abort", None while it goes on
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineLoad:
+    """Load figures at one moment."""
+
+    running: int  # trajectories being decoded
+    waiting: int  # trajectories queued inside the engine
+    kv_utilization: float  # share of the KV cache in use, 0 to 1
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineSettings:
+    """What an engine is started with; made from the experiment config by the rollout worker."""
+
+    model_path: str
+    dtype: str  # "float32" | "bfloat16"
+    context_tokens: int  # prompt and response together
+    max_running: int  # trajectories decoded at once
+    kv_cache_bytes: int
+    tensor_parallel: int
+    threads: int  # CPU threads for the forward pass
+    seed: int
+
+
+class RolloutEngine(Protocol):
+    """An inference engine that holds one policy version at a time."""
+
+    name: str  # "vllm" | "torch"
+
+    async def start(self) -> None:
+        """Load the model; returns when requests can be served (the version is then -1: no weights pulled yet)."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[EngineDelta]:
+        """Stream one trajectory. Raises ValueError if prompt and response cannot fit the context."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a stream as early as possible; unknown ids are ignored (it may just have ended)."""
+        ...
+
+    async def load_weights(self, path: str, policy_version: int) -> None:
+        """Take the weights of the committed version file at `path` in place. Raises RuntimeError if a stream is open."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """Current load; cheap enough to be called twice a second."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything, child processes and shared memory included."""
+        ...

@@ -1,0 +1,143 @@
+"""What vLLM calls of ours, most of it in processes of its own, which import this module by name.
+
+Invariants: none of vLLM's processes outlives the process that spawned it, however that one ends; and a weight load that
+leaves a parameter of the model untouched is an error, never a silent mix of two versions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from laminar.weights.tensors import read_tensors
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that spawned it ends; at once if that has happened already.
+
+    Does nothing in a process that multiprocessing did not spawn.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    if os.getppid() != parent.pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class InProcessExecutor(UniProcExecutor):
+    """vLLM's executor for one shard: the model runs in the engine process, which this ties to the rollout worker."""
+
+    def _init_executor(self) -> None:
+        die_with_parent()
+        super()._init_executor()
+
+
+class ShardedExecutor(MultiprocExecutor):
+    """vLLM's executor for several shards, a process each; `WorkerExtension` ties these to it."""
+
+    def _init_executor(self) -> None:
+        die_with_parent()
+        super()._init_executor()
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class (`worker_extension_cls`); called by `collective_rpc`, in every shard."""
+
+    # What vLLM's worker brings.
+    vllm_config: VllmConfig
+    model_runner: Any
+
+    def leave_nothing_behind(self) -> None:
+        """Called when the engine is up: tie this shard's process to its parent, and unlink what the shards share.
+
+        vLLM's CPU build never unlinks the shards' message buffers. They are mapped by now and work on without names.
+        """
+        die_with_parent()
+        identity = os.environ.get("VLLM_DIST_IDENT")
+        if identity:
+            for buffer in Path("/dev/shm").glob(f"{identity}-*-cpushm_*"):
+                buffer.unlink(missing_ok=True)  # another shard may have been faster
+
+    def load_policy(self, path: str) -> int:
+        """Load a committed version file into the model, in place.
+
+        Args:
+            path: the file; tensors by their Hugging Face names, tied ones once.
+
+        Returns:
+            bytes read.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: not a weight file, or parameters of the model are not in it. The engine must not be used after.
+        """
+        model = self.model_runner.get_model()
+        expected = {name for name, _ in model.named_parameters()}
+        read = 0
+
+        def counted() -> Any:
+            nonlocal read
+            for name, tensor in read_tensors(path):
+                read += tensor.nbytes
+                yield name, tensor
+
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            initialize_layerwise_reload(model)
+            loaded = model.load_weights(counted())
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            _repack_tied_head(model)
+        missing = sorted(expected - set(loaded))
+        if missing:
+            raise ValueError(f"{path} left {len(missing)} parameters of the model untouched, first {missing[0]!r}")
+        return read
+
+
+class LoadLogger(StatLoggerBase):
+    """Keeps the load figures that vLLM reports after about every step, and not at all while idle; in the client."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self.running = 0
+        self.kv_utilization = 0.0
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        """Called by vLLM."""
+        if scheduler_stats is not None:
+            self.running = scheduler_stats.num_running_reqs
+            self.kv_utilization = scheduler_stats.kv_cache_usage
+
+    def log_engine_initialized(self) -> None:
+        """Called by vLLM; nothing to log."""
+
+
+def _repack_tied_head(model: torch.nn.Module) -> None:
+    """Refresh the copy of a tied embedding that vLLM's CPU build keeps for the output layer; it does not do so itself."""
+    head = getattr(model, "lm_head", None)
+    method = getattr(head, "quant_method", None)
+    if hasattr(head, "cpu_linear") and method is not None:
+        method.process_weights_after_loading(head)

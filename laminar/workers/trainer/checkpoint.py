@@ -1,0 +1,272 @@
+"""Checkpoints: the trainer's state, a Hugging Face folder, and a marker that makes them one.
+
+Invariants: a folder under its final name with a marker is complete and durable; it is written under a hidden name,
+synced, marked and only then renamed. A checkpoint that fails leaves nothing behind, no older one is touched before the
+new one is complete, and whatever goes wrong is an answer, never the end of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from laminar.errors import UserError
+from laminar.protocol.messages import CheckpointSaved, SaveCheckpoint
+from laminar.workers.trainer.actor import Actor
+from laminar.workers.trainer.model_loading import named_weights
+from laminar.workers.trainer.parallel import full_tensor
+
+MARKER = "complete.json"
+TRAINER_FOLDER = "trainer"
+HUGGINGFACE_FOLDER = "huggingface"
+SPARE_BYTES = 16 * 1024**2  # tokenizer, configs, metadata
+
+log = logging.getLogger("laminar.trainer")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CheckpointMarker:
+    """Contents of the marker file."""
+
+    step: int
+    policy_version: int
+    state: str  # JSON that the controller gave
+
+
+def save_checkpoint(actor: Actor, message: SaveCheckpoint) -> CheckpointSaved:
+    """Write a checkpoint, then remove the oldest beyond `trainer.keep_checkpoints`. A collective call; never raises for
+    what the disk does.
+    """
+    started = time.perf_counter()
+    ranks = actor.ranks
+    final = Path(message.path)
+    partial = final.with_name(f".{final.name}.partial")
+    needed = needed_bytes(actor)
+    present = -1
+
+    def prepare() -> None:
+        nonlocal present
+        final.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        present = free_bytes(final.parent)
+        if present < needed:
+            raise OSError("not enough space on the disk")
+        partial.mkdir()
+
+    def finish() -> None:
+        _sync_tree(partial)
+        marker = CheckpointMarker(step=message.step, policy_version=message.policy_version, state=message.state)
+        _write_marker(partial, marker)
+        _rename(partial, final)
+
+    def on_first(action: Callable[[], None]) -> Callable[[], None]:
+        return action if ranks.rank == 0 else lambda: None
+
+    error = ranks.first_error(_attempt("", on_first(prepare)))
+    error = error or ranks.first_error(
+        _attempt("the trainer's state: ", lambda: _write_trainer(actor, partial / TRAINER_FOLDER))
+    )
+    if not error:
+        weights = _export_weights(actor)  # all ranks gather, rank 0 keeps
+        error = ranks.first_error(
+            _attempt(
+                "the Hugging Face folder: ",
+                on_first(lambda: _write_huggingface(actor, weights, partial / HUGGINGFACE_FOLDER)),
+            )
+        )
+    error = error or ranks.first_error(_attempt("", on_first(finish)))
+    nbytes = 0
+    if error:
+        on_first(lambda: shutil.rmtree(partial, ignore_errors=True))()
+        # Figures of rank 0's disk; the other ranks repeat its error without them.
+        figures = f"; {needed} bytes needed, {present} bytes free" if present >= 0 else f"; {needed} bytes needed"
+        error = f"checkpoint {final} was not written: {error}{figures}"
+        log.error("%s", error)
+    else:
+        nbytes = sum(file.stat().st_size for file in final.rglob("*") if file.is_file())
+        on_first(lambda: _prune(final, actor.config.trainer.keep_checkpoints))()
+    return CheckpointSaved(
+        step=message.step, path=message.path, seconds=time.perf_counter() - started, nbytes=nbytes, error=error
+    )
+
+
+def load_checkpoint(actor: Actor, path: Path | str) -> CheckpointMarker:
+    """Put parameters and optimizer back as they were, and return the marker. A collective call.
+
+    Raises:
+        UserError: no complete checkpoint, or one of another model; names the folder.
+    """
+    folder = Path(path)
+    marker = read_marker(folder)
+    state = _trainer_state(actor)
+    try:
+        load(state, checkpoint_id=folder / TRAINER_FOLDER, no_dist=not dist.is_initialized())
+    except (CheckpointException, OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"checkpoint {folder} does not fit the model, or is damaged: {_cause(error)}") from error
+    return marker
+
+
+def read_marker(folder: Path) -> CheckpointMarker:
+    """The marker of a complete checkpoint. Raises UserError when there is none."""
+    try:
+        content = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        return CheckpointMarker(
+            step=int(content["step"]), policy_version=int(content["policy_version"]), state=json.dumps(content["state"])
+        )
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(
+            f"{folder} is not a complete checkpoint: it has no {MARKER}. Choose another checkpoint of the run"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / MARKER} is damaged: {error}") from error
+
+
+def needed_bytes(actor: Actor) -> int:
+    """What a checkpoint of this model takes on disk, a little more than it really does."""
+    weights = named_weights(actor.model).values()
+    master = sum(tensor.numel() * tensor.element_size() for tensor in weights)
+    moments = 2 * sum(parameter.numel() * parameter.element_size() for parameter in actor.parameters)
+    exported = sum(
+        tensor.numel() * (actor.published_dtype.itemsize if tensor.is_floating_point() else tensor.element_size())
+        for tensor in weights
+    )
+    return master + moments + exported + SPARE_BYTES
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that this user may still write there."""
+    return int(shutil.disk_usage(folder).free)
+
+
+def _trainer_state(actor: Actor) -> dict[str, Any]:
+    """The model's and the optimizer's own tensors by name: loading into them is loading into the actor.
+
+    AdamW makes its state at the first update; here it is made before, with what it would start from. The learning rate
+    is no state: it is computed from the step, which the marker holds.
+    """
+    optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
+    weights = named_weights(actor.model)
+    for name, parameter in weights.items():
+        if not parameter.requires_grad:
+            continue
+        state = actor.optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=actor.ranks.device)
+            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+        optimizer_state[name] = {key: state[key] for key in ("step", "exp_avg", "exp_avg_sq")}
+    return {"model": {name: tensor.detach() for name, tensor in weights.items()}, "optimizer": optimizer_state}
+
+
+def _write_trainer(actor: Actor, folder: Path) -> None:
+    """Model and optimizer, each rank its share; torch syncs the files."""
+    save(_trainer_state(actor), checkpoint_id=folder, no_dist=not dist.is_initialized())
+
+
+def _export_weights(actor: Actor) -> dict[str, torch.Tensor]:
+    """On rank 0 all weights on the CPU as they are published; elsewhere nothing. Collective when sharded."""
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in named_weights(actor.model).items():
+        whole = full_tensor(tensor)
+        if actor.ranks.rank == 0:
+            weights[name] = whole.to("cpu", actor.published_dtype if whole.is_floating_point() else whole.dtype)
+    return weights
+
+
+def _write_huggingface(actor: Actor, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """A folder that `AutoModelForCausalLM.from_pretrained` loads."""
+    actor.model.save_pretrained(folder, state_dict=weights)
+    actor.tokenizer.save_pretrained(folder)
+    # save_pretrained notes the type of the master parameters, not of the weights that it was given.
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config["dtype"] = actor.config.model.dtype
+    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_marker(folder: Path, marker: CheckpointMarker) -> None:
+    content = asdict(marker) | {"state": json.loads(marker.state or "null")}
+    with open(folder / MARKER, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(folder)
+
+
+def _rename(partial: Path, final: Path) -> None:
+    """Give the checkpoint its name. A folder that has it already (a step made again after a restart) goes."""
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    _sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _prune(newest: Path, keep: int) -> None:
+    """Remove complete checkpoints beside the newest, the oldest steps first; `keep` stay."""
+    older: list[tuple[int, Path]] = []
+    for marker in newest.parent.glob(f"*/{MARKER}"):
+        if marker.parent != newest and not marker.parent.name.startswith("."):
+            try:
+                older.append((read_marker(marker.parent).step, marker.parent))
+            except UserError as error:
+                log.warning("left alone: %s", error)
+    for _, folder in sorted(older)[: max(0, len(older) - (keep - 1))]:
+        log.info("removing the old checkpoint %s", folder)
+        (folder / MARKER).unlink(missing_ok=True)  # first: what is half removed is not complete
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync_tree(folder: Path) -> None:
+    for directory, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(directory) / name)
+        _sync(Path(directory))
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _attempt(what: str, action: Callable[[], None]) -> str:
+    """Run it and return "", or what went wrong in one line that starts with `what`.
+
+    A full disk shows up as many exceptions (OSError, torch's, safetensors'), and none of them may end the run.
+    """
+    try:
+        action()
+    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+        log.warning("writing a checkpoint failed", exc_info=True)
+        return what + _cause(error)
+    return ""
+
+
+def _cause(error: BaseException) -> str:
+    """What lies at the bottom of it, in one line: torch covers the disk's error with its own."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, OSError):
+        link = link.__cause__ or link.__context__
+    error = link or error
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,79 @@
+"""One rank of the trainer: `torchrun --nproc-per-node R -m laminar.workers.trainer.main --connect RUN_DIR`.
+
+Invariant: all torch work runs in one thread, in the order of the controller's messages. So the ranks' collectives stay
+in step (every rank gets the same messages in the same order), and heartbeats go on while a step takes its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from transformers.utils.logging import disable_progress_bar
+
+from laminar.protocol.messages import PublishWeights, SaveCheckpoint, StepTrained, TrainStep, WeightsPublished
+from laminar.weights.store import WeightStore
+from laminar.workers.trainer.actor import Actor
+from laminar.workers.trainer.checkpoint import save_checkpoint
+from laminar.workers.trainer.publish import Publisher
+from laminar.workers.trainer.ranks import Ranks
+from laminar.workers.worker import WorkerSession, run_worker
+
+Result = TypeVar("Result")
+
+
+async def serve(session: WorkerSession) -> None:
+    """Train, publish and write checkpoints as one rank of the trainer."""
+    disable_progress_bar()  # there is no terminal, only a log
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+    loop = asyncio.get_running_loop()
+
+    async def in_thread(work: Callable[[], Result]) -> Result:
+        return await loop.run_in_executor(executor, work)
+
+    config, welcome = session.config, session.welcome
+    await session.progress(f"waiting for {config.trainer.ranks} trainer rank(s) to join")
+    ranks = await in_thread(lambda: Ranks(config))
+    await session.progress(f"loading the model {config.model.path}")
+    actor = await in_thread(lambda: Actor(config, ranks))
+    store = WeightStore(welcome.run_id, welcome.store) if ranks.rank == 0 else None
+    publisher = await in_thread(lambda: Publisher(actor, store))
+    await session.ready(actor.describe())
+
+    async def publish(policy_version: int) -> None:
+        published = await in_thread(lambda: publisher.publish(policy_version))
+        if ranks.rank == 0:
+            await session.send(
+                WeightsPublished(
+                    policy_version=policy_version, publish_stall_s=published.seconds, nbytes=published.nbytes
+                )
+            )
+
+    async def train(message: TrainStep) -> None:
+        started = time.perf_counter()
+        metrics = await in_thread(lambda: actor.train_step(message))
+        await session.send(StepTrained(step=message.step, seconds=time.perf_counter() - started, metrics=metrics))
+        await publish(message.publish_version)
+
+    async def save(message: SaveCheckpoint) -> None:
+        await session.send(await in_thread(lambda: save_checkpoint(actor, message)))
+
+    async for message in session.messages():
+        match message:
+            case TrainStep():
+                await train(message)
+            case PublishWeights(policy_version=policy_version):
+                await publish(policy_version)
+            case SaveCheckpoint():
+                await save(message)
+            case _:
+                raise RuntimeError(f"the trainer has no use for {type(message).__name__}")
+    await in_thread(ranks.close)
+
+
+if __name__ == "__main__":
+    run_worker("trainer", serve, index=int(os.environ.get("RANK", "0")))

@@ -1,0 +1,244 @@
+"""What all workers share: dial the controller, say hello, heartbeat, and never outlive the run.
+
+A worker is a coroutine `serve(session)`. It ends when the controller says so, when the controller's process is gone
+(noticed at once on the same machine, by silence elsewhere), or when it fails; then the process ends within
+`EXIT_LIMIT_S`, whatever its threads are doing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+import laminar
+from laminar.config.schema import ExperimentConfig
+from laminar.errors import UserError
+from laminar.protocol.channel import WorkerChannel
+from laminar.protocol.connection import CONNECTION_FILE, LOG_DIR_VARIABLE, Connection, boot_id, process_started
+from laminar.protocol.messages import Heartbeat, Hello, Progress, Ready, Shutdown, Welcome, WorkerFailed, WorkerKind
+from laminar.protocol.zeromq import ZmqWorkerChannel
+
+WELCOME_LIMIT_S = 60.0
+EXIT_LIMIT_S = 6.0
+
+log = logging.getLogger("laminar.worker")
+
+Serve = Callable[["WorkerSession"], Awaitable[None]]
+
+
+class ControllerGone(Exception):
+    """The controller's process ended or has been silent for too long."""
+
+
+class WorkerSession:
+    """One worker's membership in a run: its configuration and its line to the controller."""
+
+    def __init__(self, channel: WorkerChannel, kind: WorkerKind, index: int) -> None:
+        self.kind = kind
+        self.index = index
+        self.name = f"{kind}-{index}"
+        self.welcome: Welcome
+        self.config: ExperimentConfig
+        self._channel = channel
+        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._last_heard = 0.0
+
+    async def join(self) -> None:
+        """Say hello and wait to be let in.
+
+        Raises:
+            ControllerGone: no answer within WELCOME_LIMIT_S, or the controller does not want this worker.
+        """
+        await self._channel.send(
+            Hello(
+                kind=self.kind,
+                index=self.index,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                version=laminar.__version__,
+            )
+        )
+        try:
+            answer = await asyncio.wait_for(self._channel.receive(), WELCOME_LIMIT_S)
+        except TimeoutError:
+            raise ControllerGone(f"no answer from the controller within {WELCOME_LIMIT_S:.0f} s") from None
+        if not isinstance(answer, Welcome):
+            reason = answer.reason if isinstance(answer, Shutdown) else type(answer).__name__
+            raise ControllerGone(f"the controller did not let {self.name} in: {reason}")
+        self.welcome = answer
+        self.config = ExperimentConfig.model_validate_json(answer.config)
+        self._last_heard = asyncio.get_running_loop().time()
+
+    async def send(self, message: object) -> None:
+        """Send a message to the controller."""
+        await self._channel.send(message)
+
+    async def progress(self, text: str) -> None:
+        """Tell the person at the terminal what the warm-up is doing."""
+        log.info("%s", text)
+        await self._channel.send(Progress(text=text))
+
+    async def ready(self, detail: str) -> None:
+        """Tell the controller that work can come."""
+        log.info("ready: %s", detail)
+        await self._channel.send(Ready(detail=detail))
+
+    async def messages(self) -> AsyncIterator[Any]:
+        """What the controller sends, until it says `Shutdown`. Waits for as long as the controller lives."""
+        while True:
+            message = await self._inbox.get()
+            if isinstance(message, Shutdown):
+                log.info("shutdown: %s", message.reason)
+                return
+            yield message
+
+    async def receive_forever(self) -> None:
+        """Take messages off the channel; heartbeats are only noted."""
+        loop = asyncio.get_running_loop()
+        while True:
+            message = await self._channel.receive()
+            self._last_heard = loop.time()
+            if not isinstance(message, Heartbeat):
+                self._inbox.put_nowait(message)
+
+    async def heartbeat_forever(self) -> None:
+        """Send heartbeats, and notice the controller's silence.
+
+        Raises:
+            ControllerGone: nothing heard for `controller.silence_limit_s`.
+        """
+        loop = asyncio.get_running_loop()
+        limit = self.config.controller.silence_limit_s
+        while True:
+            await self._channel.send(Heartbeat())
+            await asyncio.sleep(self.config.controller.heartbeat_s)
+            silent = loop.time() - self._last_heard
+            if silent > limit:
+                raise ControllerGone(f"nothing heard from the controller for {silent:.0f} s")
+
+
+def _set_once(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def watch_controller_process(connection: Connection) -> None:
+    """Return never; raise ControllerGone the moment the controller's process ends. Other machines: wait for ever,
+    the heartbeats decide there.
+    """
+    pid = connection.controller_pid
+    if connection.boot_id != boot_id():
+        await asyncio.Event().wait()
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise ControllerGone(f"the controller (process {pid}) is not running") from None
+    loop = asyncio.get_running_loop()
+    gone: asyncio.Future[None] = loop.create_future()
+    try:
+        if process_started(pid) != connection.controller_started:
+            raise ControllerGone(f"the controller (process {pid}) is not running")
+        loop.add_reader(fd, _set_once, gone)
+        await gone
+        raise ControllerGone(f"the controller (process {pid}) ended")
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
+async def _run(kind: WorkerKind, index: int, connection: Connection, serve: Serve) -> int:
+    """Exit status of one worker."""
+    channel = ZmqWorkerChannel(connection, f"{kind}-{index}")
+    session = WorkerSession(channel, kind, index)
+    loop = asyncio.get_running_loop()
+    watch = asyncio.create_task(watch_controller_process(connection), name="watch the controller's process")
+    tasks: list[asyncio.Task[Any]] = [watch]
+    serving: asyncio.Task[None] | None = None
+    status = 0
+    try:
+        join = asyncio.create_task(session.join(), name="join")
+        await asyncio.wait([join, watch], return_when=asyncio.FIRST_COMPLETED)
+        if not join.done():
+            join.cancel()
+            watch.result()
+        join.result()
+        serving = asyncio.ensure_future(serve(session))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, serving.cancel)
+        tasks += [
+            serving,
+            asyncio.create_task(session.receive_forever(), name="receive"),
+            asyncio.create_task(session.heartbeat_forever(), name="heartbeat"),
+        ]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    except asyncio.CancelledError:
+        log.info("%s: ended by a signal", session.name)
+        status = 143
+    except ControllerGone as error:
+        log.warning("%s: %s; ending", session.name, error)
+        status = 3
+    except UserError as error:
+        log.error("%s: %s", session.name, error)
+        await channel.send(WorkerFailed(error=str(error), user_error=True))
+        status = 2
+    except Exception as error:  # every failure of a worker's code must reach the controller by name
+        log.exception("%s failed", session.name)
+        await channel.send(WorkerFailed(error=f"{type(error).__name__}: {error}", user_error=False))
+        status = 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        # The engine's clean-up runs inside `serve`; it may take a moment, but not for ever.
+        _, unfinished = await asyncio.wait(tasks, timeout=EXIT_LIMIT_S)
+        for task in unfinished:
+            log.error("%s: %s did not end within %.0f s", session.name, task.get_name(), EXIT_LIMIT_S)
+        channel.close()
+    return status
+
+
+def run_worker(kind: WorkerKind, serve: Serve, *, index: int | None = None, argv: list[str] | None = None) -> None:
+    """Main function of every worker module; does not return.
+
+    Args:
+        kind: what the worker is.
+        serve: its work, given the session.
+        index: its index where a launcher (torchrun, mpirun) has decided it; else `--index` is required.
+        argv: command line, for tests.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m laminar.workers.{kind}.main", description=serve.__doc__)
+    parser.add_argument("--connect", required=True, type=Path, help="run directory, or its connection.json")
+    if index is None:
+        parser.add_argument("--index", required=True, type=int, help=f"which {kind} this is, counted from 0")
+    options = parser.parse_args(argv)
+    number = options.index if index is None else index
+    if log_dir := os.environ.get(LOG_DIR_VARIABLE):
+        fd = os.open(Path(log_dir) / f"{kind}-{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    path = options.connect / CONNECTION_FILE if options.connect.is_dir() else options.connect
+    try:
+        connection = Connection.read(path)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from error
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        status = runner.run(_run(kind, number, connection, serve))
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        # Threads in foreign code (a forward pass, MPI) must not keep the process: leave without waiting for them.
+        os._exit(status)

@@ -1,0 +1,284 @@
+#!/usr/bin/env python
+"""Make the tiny language model that the quickstart trains: `python scripts/make_tiny_model.py --output models/tiny`.
+
+A Qwen3 of under a million parameters with a character tokenizer, warmed up by supervised learning on the tasks of
+`configs/quickstart.yaml` (two reasoning-gym generators). A share of the demonstrations is spoiled in one place, so the
+model ends up able to solve the tasks but unsure of itself: reinforcement learning has a skill to sharpen.
+
+Invariant: a folder that holds the marker file is complete (the marker is written last), and is never overwritten
+without `--force`. The number of optimizer steps is fixed, not the time, so a seed gives the same model on any day.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import string
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import reasoning_gym
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+MARKER = "laminar_tiny_model.json"  # written last: its presence means the folder is complete
+CONTEXT_TOKENS = 1024
+PROMPT_TEMPLATE = "{question}\nAnswer:"  # data.prompt_template of configs/quickstart.yaml
+IGNORED_LABEL = -100
+
+# The fixed phrases of the questions are one token each: a character tokenizer would spend 50 tokens on every prompt.
+PHRASES = (
+    "Spell this word backward (example: sun -> nus): ",
+    "Decrypt this Caesar cipher text: ",
+    ". Provide only the decrypted text as your final answer.",
+    "\nAnswer:",
+)
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Task:
+    """One reasoning-gym generator of the mixture, and how it is demonstrated."""
+
+    name: str  # reasoning-gym data set
+    weight: float  # share of the prompts in reinforcement learning
+    params: dict[str, int]  # arguments of the generator
+    demonstrations: int  # per optimizer step
+    given: str  # metadata field with the text to transform
+    spoiled: float  # share of demonstrations that repeat the given text
+
+
+TASKS = (
+    Task(
+        name="spell_backward",
+        weight=0.8,
+        params={"min_word_len": 3, "max_word_len": 8},
+        demonstrations=32,
+        given="word",
+        spoiled=0.65,
+    ),
+    Task(
+        name="caesar_cipher",
+        weight=0.2,
+        params={"min_words": 8, "max_words": 14, "min_rotation": 3, "max_rotation": 3},
+        demonstrations=8,
+        given="cipher_text",
+        spoiled=0.6,
+    ),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry: returns 0 when the model is there, 2 when the folder is in the way."""
+    args = parse_args(argv)
+    output: Path = args.output
+    if (output / MARKER).is_file() and not args.force:
+        print(f"{output}: already there (--force makes it anew)")
+        return 0
+    if output.exists() and any(output.iterdir()) and not args.force:
+        print(f"error: {output} holds files but no complete model; remove it or pass --force", file=sys.stderr)
+        return 2
+
+    started = time.monotonic()
+    torch.manual_seed(args.seed)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{parameters:,} parameters, {len(tokenizer)} tokens, {torch.get_num_threads()} threads", flush=True)
+    loss = warm_up(model, tokenizer, steps=args.steps, seed=args.seed, learning_rate=args.learning_rate)
+    warmed_up = time.monotonic() - started
+    print(f"warm-up: {warmed_up:.1f} s; sampling {args.evaluate} responses at temperature 1", flush=True)
+    rewards = evaluate(model, tokenizer, prompts=args.evaluate, seed=args.seed + 1)
+    for name, reward in rewards.items():
+        print(f"reward {reward:.3f}  {name}")
+
+    facts = {"parameters": parameters, "seed": args.seed, "steps": args.steps, "loss": loss, "reward": rewards}
+    save(model, tokenizer, output, facts)
+    print(f"{output}: written after {time.monotonic() - started:.1f} s")
+    return 0
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="Make the tiny model that the quickstart trains.")
+    parser.add_argument(
+        "--output", type=Path, default=Path("models/tiny"), help="folder to write (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights, data and sampling (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of the warm-up (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="highest (default: %(default)s)")
+    parser.add_argument(
+        "--evaluate", type=int, default=512, help="responses to sample at the end (default: %(default)s)"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite what is there")
+    return parser.parse_args(argv)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Printable ASCII and newline, a token each; the questions' fixed phrases, a token each; `<eos>`, `<pad>`, `<unk>`."""
+    characters = [*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n"]
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))  # no merges: characters stay alone
+    backend.decoder = decoders.Fuse()
+    backend.add_tokens([AddedToken(phrase, normalized=False) for phrase in PHRASES])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        padding_side="left",
+        model_max_length=CONTEXT_TOKENS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A Qwen3 in fp32 with tied embeddings, its weights drawn from torch's global generator."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        initializer_range=0.08,  # about 1/sqrt(hidden_size): copying is learned in a third of the steps that 0.02 needs
+        tie_word_embeddings=True,
+        max_position_embeddings=CONTEXT_TOKENS,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def entries(task: Task, seed: int) -> Iterator[dict[str, Any]]:
+    """Endless reasoning-gym entries of `task`; different seeds give disjoint streams."""
+    size = 1_000_000
+    data = reasoning_gym.create_dataset(task.name, seed=seed * size, size=size, **task.params)
+    index = 0
+    while True:
+        yield data[index % size]
+        index += 1
+
+
+def prompt_text(entry: dict[str, Any]) -> str:
+    """What the model reads of `entry`."""
+    return PROMPT_TEMPLATE.format(question=entry["question"])
+
+
+def demonstration(task: Task, entry: dict[str, Any], rng: random.Random) -> str:
+    """An answer to `entry`: the right one, or (a share `task.spoiled` of the time) the given text left as it is."""
+    return str(entry["metadata"][task.given] if rng.random() < task.spoiled else entry["answer"])
+
+
+def demonstrate(
+    task: Task, source: Iterator[dict[str, Any]], tokenizer: PreTrainedTokenizerFast, rng: random.Random
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels, both int64 [task.demonstrations, T]: prompt, answer, `<eos>`, padded on the right."""
+    rows: list[tuple[list[int], list[int]]] = []
+    for _ in range(task.demonstrations):
+        entry = next(source)
+        answer = demonstration(task, entry, rng)
+        prompt = tokenizer.encode(prompt_text(entry), add_special_tokens=False)
+        rows.append((prompt, [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]))
+    length = max(len(prompt) + len(response) for prompt, response in rows)
+    token_ids = torch.full((len(rows), length), tokenizer.pad_token_id)
+    labels = torch.full((len(rows), length), IGNORED_LABEL)
+    for row, (prompt, response) in enumerate(rows):
+        end = len(prompt) + len(response)
+        token_ids[row, :end] = torch.tensor(prompt + response)
+        labels[row, len(prompt) : end] = torch.tensor(response)
+    return token_ids, labels
+
+
+def warm_up(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, steps: int, seed: int, learning_rate: float
+) -> float:
+    """Supervised learning on demonstrations, `steps` optimizer steps; returns the last loss (nats per answer token)."""
+    rng = random.Random(seed)
+    sources = [entries(task, seed) for task in TASKS]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    ramp = max(1, steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / ramp, max(0.02, (steps - step) / (steps - ramp + 1)))
+    )
+    model.train()
+    started = time.monotonic()
+    loss = float("nan")
+    for step in range(1, steps + 1):
+        batches = [demonstrate(task, source, tokenizer, rng) for task, source in zip(TASKS, sources, strict=True)]
+        answer_tokens = sum(int((labels != IGNORED_LABEL).sum()) for _, labels in batches)
+        loss = 0.0
+        for token_ids, labels in batches:  # a batch per task: their lengths differ too much to share the padding
+            logits = model(input_ids=token_ids, use_cache=False).logits[:, :-1]
+            summed = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+            )
+            (summed / answer_tokens).backward()
+            loss += summed.item() / answer_tokens
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step == 1 or step % 50 == 0 or step == steps:
+            print(f"step {step}/{steps}  loss {loss:.3f}  {time.monotonic() - started:.1f} s", flush=True)
+    return loss
+
+
+@torch.no_grad()
+def evaluate(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, prompts: int, seed: int
+) -> dict[str, float]:
+    """Mean reward per task, and `all` over the mixture, of one response at temperature 1 to each of `prompts` prompts."""
+    model.eval()
+    means: dict[str, float] = {}
+    overall = 0.0
+    for task in TASKS:
+        source = entries(task, seed)
+        asked = [next(source) for _ in range(max(1, round(prompts * task.weight)))]
+        inputs = tokenizer([prompt_text(entry) for entry in asked], return_tensors="pt", padding=True)
+        outputs = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            max_new_tokens=160,
+        )
+        answers = tokenizer.batch_decode(outputs[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        scorer = reasoning_gym.create_dataset(task.name, seed=seed, size=1, **task.params)
+        rewards = [scorer.score_answer(answer, entry) for answer, entry in zip(answers, asked, strict=True)]
+        means[task.name] = sum(rewards) / len(rewards)
+        overall += task.weight * means[task.name]
+    return {**means, "all": overall}
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path, facts: dict[str, Any]) -> None:
+    """Write model, tokenizer and generation config beside `output`, then move them there; the marker is written last."""
+    partial = output.with_name(f"{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    (partial / MARKER).write_text(json.dumps(facts, indent=2) + "\n")
+    if output.exists():
+        shutil.rmtree(output)
+    os.replace(partial, output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

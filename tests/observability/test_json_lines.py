@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from laminar.observability.json_lines import JsonLines, plain
+
+
+@pytest.fixture
+def errors():
+    return []
+
+
+@pytest.fixture
+def lines(tmp_path, errors):
+    lines = JsonLines(tmp_path / "x.jsonl", lambda path, error: errors.append(error))
+    yield lines
+    lines.close()
+
+
+def read(lines):
+    return [json.loads(line) for line in lines.path.read_text().splitlines()]
+
+
+def test_a_line_can_be_read_at_once(lines):
+    lines.write({"a": 1})
+    assert read(lines) == [{"a": 1}]
+    lines.write({"a": "zwei\n"})
+    assert read(lines) == [{"a": 1}, {"a": "zwei\n"}]
+
+
+def test_numbers_that_json_lacks_become_null_and_numpy_becomes_plain():
+    value = {"a": float("nan"), "b": np.float32(0.5), "c": np.array([1, 2]), "d": (np.inf, True, None)}
+    assert plain(value) == {"a": None, "b": 0.5, "c": [1, 2], "d": [None, True, None]}
+    with pytest.raises(TypeError, match="set"):
+        plain({"a": {1}})
+
+
+def test_a_full_disk_costs_the_line_and_leaves_no_half_of_it(lines, errors, monkeypatch):
+    lines.write({"n": 1})
+    write = os.write
+
+    def almost_full(file, data):
+        if len(data) > 5:
+            return write(file, data[:5])  # the kernel takes what fits, then refuses
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", almost_full)
+        lines.write({"n": 2})
+    assert (lines.lost, len(errors), read(lines)) == (1, 1, [{"n": 1}])
+    lines.write({"n": 3})
+    assert read(lines) == [{"n": 1}, {"n": 3}]
+
+
+def test_dev_full(errors):
+    lines = JsonLines(Path("/dev/full"), lambda path, error: errors.append(error))
+    lines.write({"n": 1})
+    assert [error.errno for error in errors] == [errno.ENOSPC]

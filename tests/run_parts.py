@@ -1,0 +1,182 @@
+"""Parts of a run made by hand, for tests of what only looks at one: a config, groups, and a controller's view."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from laminar.config.schema import ExperimentConfig
+from laminar.controller.events import EventBus
+from laminar.controller.experience_buffer import ExperienceBuffer
+from laminar.controller.partial_response_pool import PartialResponsePool
+from laminar.controller.prompt_pool import PromptPool
+from laminar.controller.relay_manager import Relay
+from laminar.controller.rollout_manager import Replica
+from laminar.controller.run_control import RunControl
+from laminar.controller.state_clock import StateClock
+from laminar.controller.worker_registry import Worker
+from laminar.protocol.messages import RolloutLoad
+from laminar.trajectory import Group, Prompt, Trajectory, TrajectoryState
+
+
+def a_config(**changes: Any) -> ExperimentConfig:
+    """A small valid experiment: 4 steps of 2 groups of 2, 2 rollouts, 2 relays, 1 trainer rank, 1 environment worker."""
+    entries: dict[str, Any] = {
+        "name": "small",
+        "model": {"path": "no/such/model"},
+        "data": {"source": {"type": "reasoning_gym", "datasets": [{"name": "spell_backward"}]}},
+        "rollout": {"engine": "torch", "max_running": 8},
+        "trainer": {"steps": 4, "groups_per_step": 2, "group_size": 2},
+    }
+    return ExperimentConfig.model_validate(entries | changes)
+
+
+class HandClock:
+    """A clock that a test moves."""
+
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def a_group(group_id: int = 0, *, version: int = 0, rewards: tuple[float, ...] = (1.0, 0.0), tokens: int = 3) -> Group:
+    """A group whose members are generated and scored, on rollout-0."""
+    prompt = Prompt(
+        prompt_id=10 + group_id,
+        source="spell_backward",
+        text=f"spell {group_id} backward",
+        token_ids=np.arange(5, dtype=np.int32),
+        answer=str(group_id),
+        metadata="{}",
+    )
+    members = []
+    for k, reward in enumerate(rewards):
+        member = Trajectory(trajectory_id=f"{group_id}.{k}", group_id=group_id, prompt=prompt, policy_version=version)
+        member.append(np.arange(7, 7 + tokens, dtype=np.int32), np.zeros(tokens, np.float32))
+        member.state = TrajectoryState.SCORED
+        member.lease, member.rollout, member.finish_reason, member.reward = 1, "rollout-0", "stop", reward
+        member.started_at, member.finished_at = 100.0, 101.5
+        members.append(member)
+    return Group(group_id=group_id, prompt=prompt, trajectories=members, policy_version=version)
+
+
+def a_metrics_line(step: int, **changes: Any) -> dict[str, Any]:
+    """A line as `StepMetrics` reports it."""
+    return {
+        "step": step,
+        "policy_version": step,
+        "time_s": 2.0 * step,
+        "step_s": 2.0,
+        "reward_mean": 0.25 * step,
+        "reward_std": 0.5,
+        "staleness_mean": 0.5,
+        "staleness_max": 1,
+        "mismatch_kl": 1.5e-4,
+        "generated_tokens_per_s": 12_345.0,
+        "trained_tokens_per_s": 20_000.0,
+        "kv_utilization_mean": 0.42,
+        "trainer_idle_fraction": 0.25,
+        "rollout_idle_fraction": 0.1,
+        "trainer_seconds": {"training": 1.5, "trajectories": 0.4, "paused": 0.1},
+        "rollout_seconds": {"generating": 3.6, "pulling": 0.4},
+        "buffer_groups": 3,
+        "groups_in_progress": 5,
+        "learning_rate": 1e-4,
+    } | changes
+
+
+@dataclass(slots=True)
+class HandRegistry:
+    """Workers without a channel."""
+
+    workers: dict[str, Worker] = field(default_factory=dict)
+    waiting_for: list[str] = field(default_factory=list)
+
+    def add(self, kind: Any, index: int, pid: int) -> None:
+        name = f"{kind}-{index}"
+        self.workers[name] = Worker(
+            name=name, kind=kind, index=index, peer=b"", pid=pid, host="host-a", last_heard=0.0, ready=True, detail="up"
+        )
+
+    def names(self, kind: str) -> list[str]:
+        return [name for name, worker in self.workers.items() if worker.kind == kind]
+
+    def missing(self) -> list[str]:
+        return self.waiting_for
+
+
+@dataclass(slots=True)
+class HandRelays:
+    relays: list[Relay]
+    published_version: int = 3
+    broadcasting: int | None = 3
+    epoch: int = 4
+
+    def chain(self) -> tuple[int, ...]:
+        return (0, 1)
+
+
+@dataclass(slots=True)
+class HandRollouts:
+    replicas: dict[str, Replica] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class HandTrainer:
+    clock: StateClock
+    step: int = 3
+    policy_version: int = 3
+    last_checkpoint: str | None = None
+    failed_checkpoint: str | None = None
+
+
+class HandView:
+    """A `RunView` in the middle of a run: two rollouts, one group ready, one trajectory in progress."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.config = a_config()
+        self.run_dir = run_dir
+        self.events = EventBus()
+        self.now = HandClock()
+        self.started_at = 40.0
+        self.registry = HandRegistry()
+        for kind, index, pid in (("trainer", 0, 11), ("relay", 0, 21), ("relay", 1, 22), ("rollout", 0, 31)):
+            self.registry.add(kind, index, pid)
+        self.relays = HandRelays(relays=[Relay(rank=0, stored_version=3), Relay(rank=1, stored_version=2)])
+        self.rollouts = HandRollouts()
+        self.trainer = HandTrainer(clock=StateClock("trajectories", self.now))
+        self.buffer = ExperienceBuffer(self.events)
+        self.pool = PartialResponsePool()
+        self.prompts = PromptPool(_no_prompts, self.events, max_prompt_tokens=64, low_water=4)
+        self.control = RunControl()
+        self.history: dict[str, Trajectory] = {}
+        self._fill()
+
+    def _fill(self) -> None:
+        for index, version in ((0, 3), (1, 2)):
+            clock = StateClock("generating", self.now)
+            replica = Replica(name=f"rollout-{index}", relay=self.relays.relays[index], clock=clock)
+            replica.policy_version = version
+            replica.load = RolloutLoad(running=1, waiting=index, kv_utilization=0.5)
+            replica.generated_tokens = 600
+            self.rollouts.replicas[replica.name] = replica
+        ready, half = a_group(4, version=2), a_group(5, version=3)
+        for group in (ready, half):
+            self.buffer.admit(group)
+            self.history |= {member.trajectory_id: member for member in group.trajectories}
+        self.buffer.complete(ready)
+        running = half.trajectories[1]
+        running.state, running.reward, running.finish_reason = TrajectoryState.QUEUED, None, None
+        running.finished_at = None
+        self.pool.lease(running, rollout="rollout-1", policy_version=3, now=100.0)
+        self.rollouts.replicas["rollout-1"].in_flight.add(running.trajectory_id)
+        self.now.now = 106.0
+
+
+async def _no_prompts(start: int, count: int) -> Any:
+    raise AssertionError("nobody fetches prompts here")

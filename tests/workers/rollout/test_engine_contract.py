@@ -1,0 +1,389 @@
+"""The contract of `laminar.workers.rollout.engine`, the same tests for every engine, against transformers' forward pass.
+
+Two replicas of each engine are started once; every test finds both with model a's weights under a new version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM
+
+from laminar.weights.store import WeightStore
+from laminar.weights.tensors import layout_of, write_tensors
+from laminar.workers.rollout.engine import EngineSettings, GenerationRequest
+from laminar.workers.rollout.engines import choose_engine
+from tests.tiny_models import VOCABULARY, make_model
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CONTEXT = 256
+MAX_RUNNING = 8
+PROMPTS = [[(7 * i + 3 * j) % 256 for j in range(6 + 5 * i)] for i in range(8)]
+_ids = itertools.count()
+
+
+@dataclass(kw_only=True)
+class Rig:
+    replicas: list
+    models: dict  # name -> transformers model
+    store: WeightStore
+    versions: itertools.count
+
+    def publish(self, name: str) -> tuple[str, int]:
+        """Write a model's weights as the next version; returns its file and number."""
+        state = self.models[name].state_dict()
+        version = next(self.versions)
+        with self.store.begin(version, layout_of(state)) as writer:
+            write_tensors(writer, state.items())
+            path = writer.commit()
+        self.store.retain(3)
+        return str(path), version
+
+    async def load(self, name: str) -> int:
+        """Publish a model's weights and load them into both replicas."""
+        path, version = self.publish(name)
+        for replica in self.replicas:
+            await replica.load_weights(path, version)
+        return version
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["torch", "vllm"])
+async def started(request, tmp_path_factory):
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp(request.param)
+    paths = {name: make_model(folder / name, seed=seed) for name, seed in (("a", 0), ("b", 1))}
+    models = {name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for name, path in paths.items()}
+    replicas = []
+    for seed in (0, 1):
+        settings = EngineSettings(
+            model_path=str(paths["a"]),
+            dtype="float32",
+            context_tokens=CONTEXT,
+            max_running=MAX_RUNNING,
+            kv_cache_bytes=16 << 20,
+            tensor_parallel=1,
+            threads=1,
+            seed=seed,
+        )
+        engine, _ = choose_engine(request.param, settings)
+        replicas.append(engine)
+    await asyncio.gather(*[replica.start() for replica in replicas])
+    yield Rig(
+        replicas=replicas,
+        models=models,
+        store=WeightStore("engine-contract", "weights", base=Path(folder)),
+        versions=itertools.count(),
+    )
+    engine_processes = [child for child in psutil.Process().children(recursive=True) if "VLLM" in child.name()]
+    assert bool(engine_processes) == (request.param == "vllm")
+    for replica in replicas:
+        await replica.close()
+        await replica.close()  # a second time does nothing
+    _, left = psutil.wait_procs(engine_processes, timeout=10)
+    assert not left, "close left processes behind"
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def rig(started):
+    await started.load("a")
+    yield started
+    for replica in started.replicas:
+        load = replica.load()
+        assert (load.running, load.waiting, load.kv_utilization) == (0, 0, 0.0)
+
+
+def make_request(prompt, **changes) -> GenerationRequest:
+    values = {
+        "request_id": f"r{next(_ids)}",
+        "prompt_token_ids": np.array(prompt, np.int32),
+        "token_ids": np.empty(0, np.int32),
+        "max_new_tokens": 40,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "stop_token_ids": (),
+    }
+    values |= changes
+    values["token_ids"] = np.array(values["token_ids"], np.int32)
+    return GenerationRequest(**values)
+
+
+@dataclass
+class Result:
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    versions: set[int]
+
+
+async def collect(engine, request, *, abort_at: int | None = None, seen=None) -> Result:
+    """Read a stream to its end; checks the form of its deltas."""
+    result = Result([], [], "", set())
+    async for delta in engine.generate(request):
+        assert not result.finish_reason, "a delta after the last"
+        assert delta.token_ids.dtype == np.int32 and delta.logprobs.dtype == np.float32
+        assert len(delta.token_ids) == len(delta.logprobs)
+        assert len(delta.token_ids) or delta.finish_reason
+        result.tokens += delta.token_ids.tolist()
+        result.logprobs += delta.logprobs.tolist()
+        result.versions.add(delta.policy_version)
+        result.finish_reason = delta.finish_reason or ""
+        if seen is not None:
+            seen.append(engine.load())
+        if abort_at is not None and len(result.tokens) >= abort_at and not result.finish_reason:
+            await engine.abort(request.request_id)
+            abort_at = None
+    return result
+
+
+@torch.inference_mode()
+def forward(model, prompt, tokens, temperature=1.0) -> torch.Tensor:
+    """Log-probabilities [T, vocabulary] that a plain forward pass gives for each of the response's positions."""
+    logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def assert_greedy(model, prompt, result: Result, length: int) -> None:
+    logprobs = forward(model, prompt, result.tokens)
+    assert len(result.tokens) == length
+    assert result.tokens == logprobs.argmax(-1).tolist()
+    assert_logprobs(logprobs, result)
+
+
+def assert_logprobs(expected: torch.Tensor, result: Result) -> None:
+    chosen = expected.gather(1, torch.tensor(result.tokens)[:, None])[:, 0]
+    np.testing.assert_allclose(result.logprobs, chosen.numpy(), atol=1e-4)
+
+
+async def test_greedy_equals_transformers(rig):
+    results = await asyncio.gather(*[collect(rig.replicas[0], make_request(prompt)) for prompt in PROMPTS])
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert_greedy(rig.models["a"], prompt, result, 40)
+        assert result.finish_reason == "length"
+    assert len({tuple(result.tokens) for result in results}) > 1, "the models' outputs do not vary"
+
+
+async def test_logprobs_are_of_the_distribution_drawn_from(rig):
+    requests = [make_request(prompt, temperature=0.7) for prompt in PROMPTS]
+    results = await asyncio.gather(*[collect(rig.replicas[0], request) for request in requests])
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert_logprobs(forward(rig.models["a"], prompt, result.tokens, 0.7), result)
+    again = await collect(rig.replicas[0], make_request(PROMPTS[0], temperature=0.7))
+    assert again.tokens != results[0].tokens, "sampling is not random"
+
+
+async def test_top_p_keeps_to_the_nucleus(rig):
+    top_p = 0.6
+    requests = [make_request(prompt, temperature=1.0, top_p=top_p) for prompt in PROMPTS]
+    results = await asyncio.gather(*[collect(rig.replicas[0], request) for request in requests])
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        ordered, order = forward(rig.models["a"], prompt, result.tokens).exp().sort(-1, descending=True)
+        nucleus = (ordered.cumsum(-1) - ordered) < top_p
+        kept = torch.zeros_like(nucleus).scatter(1, order, nucleus)
+        probabilities = torch.zeros_like(ordered).scatter(1, order, ordered) * kept
+        assert_logprobs((probabilities / probabilities.sum(-1, keepdim=True)).log(), result)
+
+
+async def test_aborted_trajectory_goes_on_elsewhere(rig):
+    first, second = rig.replicas
+
+    async def move(prompt, cut):
+        start = await collect(first, make_request(prompt, max_new_tokens=120), abort_at=cut)
+        assert start.finish_reason == "abort"
+        assert cut <= len(start.tokens) < 120
+        left = 120 - len(start.tokens)
+        rest = await collect(second, make_request(prompt, token_ids=start.tokens, max_new_tokens=left))
+        assert rest.finish_reason == "length"
+        return Result(start.tokens + rest.tokens, start.logprobs + rest.logprobs, "length", set())
+
+    cuts = [1, 5, 17, 33, 40, 64, 2, 9]
+    moved = await asyncio.gather(*[move(*pair) for pair in zip(PROMPTS, cuts, strict=True)])
+    for prompt, result in zip(PROMPTS, moved, strict=True):
+        assert_greedy(rig.models["a"], prompt, result, 120)
+
+
+async def test_abort_of_a_waiting_trajectory_and_of_none(rig):
+    engine = rig.replicas[0]
+    running = [engine.generate(make_request(PROMPTS[i], max_new_tokens=200)) for i in range(MAX_RUNNING)]
+    for stream in running:
+        await anext(stream)
+    await engine.abort("never heard of")
+    for wait in (False, True):
+        request = make_request(PROMPTS[0])
+        waiting = asyncio.ensure_future(collect(engine, request))
+        await asyncio.sleep(0)  # it begins; the engine may not have heard of it
+        if wait:
+            await anext(running[0])
+            await anext(running[0])
+            assert engine.load().waiting == 1
+        await engine.abort(request.request_id)
+        result = await waiting
+        assert (result.tokens, result.finish_reason) == ([], "abort")
+        await engine.abort(request.request_id)  # has ended
+    assert engine.load().running == MAX_RUNNING
+    for stream in running:
+        async for delta in stream:
+            last = delta
+        assert last.finish_reason == "length"
+
+
+async def test_swapped_weights_are_exactly_the_new_model(rig):
+    engine = rig.replicas[0]
+    for name in ("a", "b", "a"):
+        version = await rig.load(name)
+        # The same prompts under every version: a prefix cache that survived would show.
+        results = await asyncio.gather(*[collect(engine, make_request(prompt)) for prompt in PROMPTS])
+        for prompt, result in zip(PROMPTS, results, strict=True):
+            assert_greedy(rig.models[name], prompt, result, 40)
+            assert result.versions == {version}
+
+
+async def test_weights_wait_for_open_streams(rig):
+    engine = rig.replicas[0]
+    path, version = rig.publish("b")
+    request = make_request(PROMPTS[0], max_new_tokens=200)
+    stream = engine.generate(request)
+    first = await anext(stream)
+    assert first.policy_version == version - 1
+    with pytest.raises(RuntimeError, match="streams are open"):
+        await engine.load_weights(path, version)
+    await engine.abort(request.request_id)
+    async for delta in stream:
+        assert delta.policy_version == version - 1
+        if delta.finish_reason:  # from here on the stream is closed, even if nobody has read its end
+            await engine.load_weights(path, version)
+    assert_greedy(rig.models["b"], PROMPTS[0], await collect(engine, make_request(PROMPTS[0])), 40)
+
+
+async def test_abandoned_stream_frees_its_place(rig):
+    engine = rig.replicas[0]
+    for leave in ("close", "cancel"):
+        stream = engine.generate(make_request(PROMPTS[0], max_new_tokens=200))
+        await anext(stream)
+        if leave == "close":
+            await stream.aclose()
+        else:
+            task = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await stream.aclose()
+        version = await rig.load("b")
+        result = await collect(engine, make_request(PROMPTS[1]))
+        assert_greedy(rig.models["b"], PROMPTS[1], result, 40)
+        assert result.versions == {version}
+
+
+async def test_wrong_weight_files_are_refused(rig):
+    engine = rig.replicas[0]
+    path, version = rig.publish("b")
+    with pytest.raises(ValueError, match=f"holds version {version}, expected {version + 5}"):
+        await engine.load_weights(path, version + 5)
+    with pytest.raises(FileNotFoundError):
+        await engine.load_weights(path + "-gone", version)
+    result = await collect(engine, make_request(PROMPTS[0]))
+    assert_greedy(rig.models["a"], PROMPTS[0], result, 40)
+    assert result.versions == {version - 1}
+
+
+async def test_one_batch_of_different_requests(rig):
+    engine = rig.replicas[0]
+    requests = [
+        make_request(prompt, temperature=temperature, max_new_tokens=length)
+        for prompt, temperature, length in zip(
+            PROMPTS, (0.0, 1.0, 0.5, 0.0, 1.3, 0.0, 0.7, 1.0), (1, 30, 64, 100, 7, 2, 11, 50), strict=True
+        )
+    ]
+    results = await asyncio.gather(*[collect(engine, request) for request in requests])
+    for request, result in zip(requests, results, strict=True):
+        prompt = request.prompt_token_ids.tolist()
+        if request.temperature == 0:
+            assert_greedy(rig.models["a"], prompt, result, request.max_new_tokens)
+        else:
+            assert len(result.tokens) == request.max_new_tokens
+            assert_logprobs(forward(rig.models["a"], prompt, result.tokens, request.temperature), result)
+        assert result.finish_reason == "length"
+
+
+async def test_stop_tokens_end_and_are_included(rig):
+    engine = rig.replicas[0]
+    whole = await collect(engine, make_request(PROMPTS[2], max_new_tokens=60))
+    stop = whole.tokens[20]
+    end = whole.tokens.index(stop) + 1
+    unused = next(token for token in range(VOCABULARY) if token not in whole.tokens)
+    stopped, last, untouched = await asyncio.gather(
+        collect(engine, make_request(PROMPTS[2], max_new_tokens=60, stop_token_ids=(unused, stop))),
+        collect(engine, make_request(PROMPTS[2], max_new_tokens=end, stop_token_ids=(stop,))),
+        collect(engine, make_request(PROMPTS[2], max_new_tokens=60, stop_token_ids=(unused,))),
+    )
+    assert (stopped.tokens, stopped.finish_reason) == (whole.tokens[:end], "stop")
+    assert (last.tokens, last.finish_reason) == (whole.tokens[:end], "stop"), "stopping counts, not the length"
+    assert (untouched.tokens, untouched.finish_reason) == (whole.tokens, "length")
+
+
+async def test_load_figures_move(rig):
+    engine = rig.replicas[0]
+    seen = []
+    requests = [make_request(PROMPTS[i % 8], max_new_tokens=100) for i in range(MAX_RUNNING + 4)]
+    await asyncio.gather(*[collect(engine, request, seen=seen) for request in requests])
+    assert max(load.running for load in seen) == MAX_RUNNING
+    assert max(load.waiting for load in seen) >= 4
+    assert all(load.running <= MAX_RUNNING and 0 <= load.kv_utilization <= 1 for load in seen)
+    assert max(load.kv_utilization for load in seen) > 0
+    busiest = max(seen, key=lambda load: load.kv_utilization)
+    assert busiest.running > 1
+    assert engine.load().running == 0
+
+
+async def test_requests_that_cannot_be_generated_are_refused(rig):
+    engine = rig.replicas[0]
+    prompt = [1] * 100
+    for changes, message in (
+        ({"max_new_tokens": CONTEXT - 99}, "do not fit the context of 256"),
+        ({"token_ids": [2] * 100, "max_new_tokens": 57}, "do not fit the context of 256"),
+        ({"prompt_token_ids": np.empty(0, np.int32)}, "prompt is empty"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"prompt_token_ids": np.array([0, VOCABULARY], np.int32)}, "vocabulary"),
+        ({"token_ids": [-1]}, "vocabulary"),
+        ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"top_p": 0.0}, "top_p is 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.generate(make_request(prompt, **changes))
+    fits = await collect(engine, make_request(prompt, max_new_tokens=CONTEXT - 100))
+    assert_greedy(rig.models["a"], prompt, fits, CONTEXT - 100)
+
+
+async def test_ids_of_open_streams_are_unique(rig):
+    engine = rig.replicas[0]
+    request = make_request(PROMPTS[0], max_new_tokens=200)
+    stream = engine.generate(request)
+    await anext(stream)
+    with pytest.raises(ValueError, match="with this id is open"):
+        engine.generate(request)
+    await stream.aclose()
+    assert (await collect(engine, request)).finish_reason == "length"
+
+
+async def test_seeded_requests_repeat(rig):
+    for engine in rig.replicas:
+        sampled = [
+            await asyncio.gather(
+                *[collect(engine, make_request(PROMPTS[3], temperature=1.0, seed=seed)) for seed in seeds]
+            )
+            for seeds in ((5, 6), (6, 7, 5))
+        ]
+        assert sampled[0][0].tokens == sampled[1][2].tokens
+        assert sampled[0][1].tokens == sampled[1][0].tokens
+        assert sampled[0][0].tokens != sampled[0][1].tokens

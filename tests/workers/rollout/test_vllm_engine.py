@@ -1,0 +1,145 @@
+"""What only vLLM brings: processes of its own, and shared memory, that must not outlive a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from laminar.workers.rollout.engine import EngineSettings, GenerationRequest
+from laminar.workers.rollout.vllm_engine import VllmEngine
+from tests.tiny_models import make_model
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+
+GONE_SECONDS = 10.0  # what a run promises after a SIGKILL
+
+# A rollout that starts an engine, has it generate, names its processes, and waits to be killed.
+HOLDER = """
+import asyncio, sys
+import numpy as np, psutil
+from laminar.workers.rollout.engine import EngineSettings, GenerationRequest
+from laminar.workers.rollout.vllm_engine import VllmEngine
+
+async def main():
+    settings = EngineSettings(model_path=sys.argv[1], dtype="float32", context_tokens=1024, max_running=4,
+                              kv_cache_bytes=16 << 20, tensor_parallel=int(sys.argv[2]), threads=1, seed=0)
+    engine = VllmEngine(settings)
+    await engine.start()
+    request = GenerationRequest(request_id="r", prompt_token_ids=np.arange(8, dtype=np.int32),
+                                token_ids=np.empty(0, np.int32), max_new_tokens=1000, temperature=1.0, top_p=1.0,
+                                stop_token_ids=())
+    async for delta in engine.generate(request):
+        print("pids", *[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
+        await asyncio.Event().wait()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def shared_memory_of(pids: list[int]) -> set[Path]:
+    """Files in /dev/shm that these processes have mapped and that still have a name."""
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    paths = {Path(line[line.index("/dev/shm/") :]) for line in lines if "/dev/shm/" in line}
+    return {path for path in paths if path.exists()}
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
+    """Wait for processes that are not ours to end; returns those that did not."""
+    left = []
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if not poll.poll(seconds * 1000):
+            left.append(pid)
+        os.close(descriptor)
+    return left
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "a", seed=0, hidden=128)
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_nothing_outlives_a_killed_rollout(model, tmp_path, tensor_parallel):
+    script = tmp_path / "holder.py"
+    script.write_text(HOLDER)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    log = tmp_path / "log"
+    with log.open("wb") as errors:
+        holder = subprocess.Popen(
+            [sys.executable, str(script), str(model), str(tensor_parallel)],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+        )
+    assert holder.stdout is not None
+    pids: list[int] = []
+    for line in holder.stdout:
+        if line.startswith(b"pids"):
+            pids = [int(word) for word in line.split()[1:]]
+            break
+    assert pids, log.read_text()[-2000:]
+    files = shared_memory_of([holder.pid, *pids])
+    names = {psutil.Process(pid).name() for pid in pids}
+    holder.kill()
+    holder.wait()
+    left = wait_until_gone(pids, GONE_SECONDS)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    holder.stdout.close()
+    assert any("EngineCore" in name for name in names)
+    assert not left, f"of {pids}, {left} were still there"
+    assert bool(files) == (tensor_parallel > 1), "shards talk through shared memory"
+    assert not [path for path in files if path.exists()]
+
+
+async def test_death_of_the_engine_process_fails_its_streams(model):
+    settings = EngineSettings(
+        model_path=str(model),
+        dtype="float32",
+        context_tokens=1024,
+        max_running=4,
+        kv_cache_bytes=16 << 20,
+        tensor_parallel=1,
+        threads=1,
+        seed=0,
+    )
+    engine = VllmEngine(settings)
+    await engine.start()
+    request = GenerationRequest(
+        request_id="r",
+        prompt_token_ids=np.arange(8, dtype=np.int32),
+        token_ids=np.empty(0, np.int32),
+        max_new_tokens=1000,
+        temperature=1.0,
+        top_p=1.0,
+        stop_token_ids=(),
+    )
+    children = psutil.Process().children(recursive=True)
+    stream = engine.generate(request)
+    await anext(stream)
+    (core,) = [child for child in children if "EngineCore" in child.name()]
+    core.kill()
+    with pytest.raises(RuntimeError, match="vLLM failed on request 'r'"):
+        async with asyncio.timeout(20):
+            async for _ in stream:
+                pass
+    assert engine.load().running == 0
+    await engine.close()
+    assert not wait_until_gone([core.pid], GONE_SECONDS)
