@@ -40,7 +40,7 @@ debian_packages() {
         fail "$why; as root: apt-get update && $command $*"
     fi
     say "$why: $command $*"
-    # shellcheck disable=SC2086 (words of a command)
+    # shellcheck disable=SC2086 # words of a command
     if ! { apt-get -qq update && DEBIAN_FRONTEND=noninteractive $command -qq "$@"; } >/dev/null 2>&1; then
         fail "that failed; see what it says: apt-get update && $command $*"
     fi

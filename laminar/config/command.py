@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from laminar.config import machine
 from laminar.config.checks import check_config, check_machine
@@ -11,7 +12,7 @@ from laminar.config.load import load_config, to_yaml
 from laminar.config.schema import ExperimentConfig
 
 
-def check(path: str, overrides: Sequence[str] = ()) -> int:
+def check(path: str | Path, overrides: Sequence[str] = ()) -> int:
     """Make every check that `laminar train` makes before it starts anything; print one line and return 0.
 
     Raises:
@@ -24,7 +25,7 @@ def check(path: str, overrides: Sequence[str] = ()) -> int:
     return 0
 
 
-def show(path: str, overrides: Sequence[str] = ()) -> int:
+def show(path: str | Path, overrides: Sequence[str] = ()) -> int:
     """Print the resolved config, defaults included, as YAML that loads back to the same config; return 0.
 
     Raises:

@@ -173,6 +173,7 @@ class Controller:
                 background = [
                     group.create_task(self.registry.receive_forever(), name="receive messages"),
                     group.create_task(self.registry.heartbeat_forever(), name="heartbeats"),
+                    *(group.create_task(_service(service), name=service.__qualname__) for service in services),
                 ]
                 await launch()
                 ready = group.create_task(

@@ -76,7 +76,7 @@ class Actor:
         count = sum(parameter.numel() for parameter in self.model.parameters())
         precision = "float32" if self.published_dtype == torch.float32 else f"{self.config.model.dtype} autocast"
         return (
-            f"{type(self.model).__name__}, {count:,} parameters, {precision}, {self.ranks.device}, "
+            f"{type(self.model).__name__}, {count:,} parameters, {precision}, {self.ranks.device.type}, "
             f"{describe(self.ranks, self.config.trainer.strategy)}"
         )
 

@@ -115,7 +115,9 @@ def load_checkpoint(actor: Actor, path: Path | str) -> CheckpointMarker:
     try:
         load(state, checkpoint_id=folder / TRAINER_FOLDER, no_dist=not dist.is_initialized())
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"checkpoint {folder} does not fit the model, or is damaged: {_cause(error)}") from error
+        raise UserError(
+            f"checkpoint {folder} does not fit the model, or is damaged: {_one_line(_first_failure(error))}"
+        ) from error
     return marker
 
 
@@ -256,17 +258,26 @@ def _attempt(what: str, action: Callable[[], None]) -> str:
         action()
     except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
         log.warning("writing a checkpoint failed", exc_info=True)
-        return what + _cause(error)
+        return what + _why_not_written(error)
     return ""
 
 
-def _cause(error: BaseException) -> str:
-    """What lies at the bottom of it, in one line: torch covers the disk's error with its own."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    link: BaseException | None = error
+def _why_not_written(error: BaseException) -> str:
+    """One line: the disk's own error where it can be found. torch covers it with its own ("unexpected pos 704 vs 598"),
+    and of another rank's error that is all there is.
+    """
+    link: BaseException | None = _first_failure(error)
     while link is not None and not isinstance(link, OSError):
         link = link.__cause__ or link.__context__
-    error = link or error
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return _one_line(link) if link else f"writing failed, as on a full disk ({_one_line(_first_failure(error))})"
+
+
+def _first_failure(error: BaseException) -> BaseException:
+    """The first error in torch's collection of those of all ranks."""
+    return (
+        next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) and error.failures else error
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -42,9 +42,12 @@ async def serve(session: WorkerSession) -> None:
     actor = await in_thread(lambda: Actor(config, ranks))
     store = WeightStore(welcome.run_id, welcome.store) if ranks.rank == 0 else None
     publisher = await in_thread(lambda: Publisher(actor, store))
+    preparing = asyncio.create_task(asyncio.to_thread(publisher.prepare), name="prepare the next publish")
     await session.ready(actor.describe())
 
     async def publish(policy_version: int) -> None:
+        nonlocal preparing
+        await preparing
         published = await in_thread(lambda: publisher.publish(policy_version))
         if ranks.rank == 0:
             await session.send(
@@ -52,6 +55,7 @@ async def serve(session: WorkerSession) -> None:
                     policy_version=policy_version, publish_stall_s=published.seconds, nbytes=published.nbytes
                 )
             )
+        preparing = asyncio.create_task(asyncio.to_thread(publisher.prepare), name="prepare the next publish")
 
     async def train(message: TrainStep) -> None:
         started = time.perf_counter()
@@ -72,6 +76,7 @@ async def serve(session: WorkerSession) -> None:
                 await save(message)
             case _:
                 raise RuntimeError(f"the trainer has no use for {type(message).__name__}")
+    await preparing
     await in_thread(ranks.close)
 
 

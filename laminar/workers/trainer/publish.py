@@ -42,6 +42,11 @@ class Publisher:
             actor.published_dtype,
         )
 
+    def prepare(self) -> None:
+        """Have memory ready for the next publish; off the critical path, from any thread."""
+        if self._store is not None:
+            self._store.prepare(self.layout)
+
     def publish(self, policy_version: int) -> Published:
         """Write and commit a version. A collective call.
 

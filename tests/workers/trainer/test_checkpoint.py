@@ -130,7 +130,8 @@ def test_failure_at_any_place_leaves_the_older_checkpoint_alone(make_actor, tmp_
 
     monkeypatch.setattr(checkpoint_module, place, full)
     saved = save_checkpoint(actor, order(tmp_path / "step-2", step=2))
-    assert "step-2 was not written: [Errno 28] No space left on device; " in saved.error
+    assert f"checkpoint {tmp_path}/step-2 was not written: " in saved.error
+    assert "[Errno 28] No space left on device; " in saved.error
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert nbytes(tmp_path) == before
     monkeypatch.undo()

@@ -1,0 +1,118 @@
+"""A real `laminar train` for the tests: its lines as they come, its processes, what it leaves behind."""
+
+import asyncio
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import yaml
+
+from laminar.protocol.connection import RUN_ID_VARIABLE
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def write_config(folder, model, **overrides):
+    """An experiment on `model` that reverses strings of digits, on the torch engine; dotted keys by `__`."""
+    data = folder / "data.jsonl"
+    words = [str(7**k)[:5] for k in range(3, 203)]
+    data.write_text("".join(json.dumps({"prompt": word, "answer": word[::-1]}) + "\n" for word in words))
+    tree = {
+        "name": f"test-{os.getpid()}-{folder.name}",
+        "model": {"path": str(model)},
+        "data": {"source": {"type": "jsonl", "path": str(data)}, "max_prompt_tokens": 16, "epochs": 1000},
+        "reward": {"function": "exact"},
+        "rollout": {"engine": "torch", "max_running": 16, "max_response_tokens": 12, "kv_cache_mib": 16},
+        "trainer": {"steps": 3, "groups_per_step": 4, "group_size": 2, "optimizer": {"learning_rate": 1e-4}},
+        "controller": {"start_timeout_s": 240},
+    }
+    for key, value in overrides.items():
+        *path, last = key.split("__")
+        section = tree
+        for name in path:
+            section = section.setdefault(name, {})
+        section[last] = value
+    path = folder / "experiment.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path, tree["name"]
+
+
+class LiveRun:
+    """`laminar train` as a child process."""
+
+    def __init__(self, config, run_dir, name, *options):
+        self.run_dir = run_dir
+        self.name = name
+        self.output = ""
+        self._command = [sys.executable, "-m", "laminar", "train", str(config), "--run-dir", str(run_dir), *options]
+
+    async def start(self):
+        self.process = await asyncio.create_subprocess_exec(
+            *self._command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True
+        )
+        return self
+
+    async def line(self, pattern, limit_s=240):
+        """Read on until a line matches."""
+        async with asyncio.timeout(limit_s):
+            while line := (await self.process.stdout.readline()).decode():
+                self.output += line
+                if re.search(pattern, line):
+                    return line
+        raise AssertionError(f"no line matched {pattern!r}:\n{self.output}")
+
+    async def end(self, limit_s=240):
+        """Exit status."""
+        async with asyncio.timeout(limit_s):
+            self.output += (await self.process.stdout.read()).decode()
+            return await self.process.wait()
+
+    async def kill_what_is_left(self):
+        """For the end of a test that failed."""
+        for pid in [self.process.pid, *self.processes()]:
+            try:
+                os.kill(pid, 9)
+            except ProcessLookupError:
+                continue
+
+    def processes(self):
+        """Processes whose environment names this run, except the controller."""
+        marker = f"{RUN_ID_VARIABLE}={self.name}-".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    environ = (entry / "environ").read_bytes()
+                except OSError:
+                    continue
+                if marker in environ:
+                    found.append(int(entry.name))
+        return found
+
+    def shared_memory(self):
+        """What this run has in shared memory."""
+        return [path.name for path in SHARED_MEMORY.iterdir() if self.name in path.name]
+
+    def lines(self, name):
+        """A JSON Lines file of the run directory."""
+        return [json.loads(line) for line in (self.run_dir / name).read_text().splitlines()]
+
+
+async def processes_end(pids, limit_s):
+    """Wait until all these processes have ended."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(limit_s):
+        for pid in pids:
+            try:
+                fd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            ended = loop.create_future()
+            loop.add_reader(fd, lambda ended=ended: ended.done() or ended.set_result(None))
+            try:
+                await ended
+            finally:
+                loop.remove_reader(fd)
+                os.close(fd)

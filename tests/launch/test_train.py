@@ -1,0 +1,180 @@
+"""`laminar train` on real parts: torchrun, mpirun, engines, environment workers; and how it ends."""
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+import yaml
+
+from tests.launch.live_run import LiveRun, processes_end, write_config
+from tests.tiny_models import make_model
+
+METRICS = {
+    "step",
+    "policy_version",
+    "time_s",
+    "reward_mean",
+    "staleness_mean",
+    "staleness_max",
+    "mismatch_kl",
+    "publish_stall_s",
+    "generated_tokens_per_s",
+    "trained_tokens_per_s",
+    "kv_utilization_mean",
+    "trainer_idle_fraction",
+    "rollout_idle_fraction",
+    "trainer_seconds",
+    "rollout_seconds",
+    "broadcast_s",
+    "pull_s_mean",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(path, seed=0)
+    return path
+
+
+@pytest.fixture
+async def start(tmp_path, model):
+    runs = []
+
+    async def start(*options, **overrides):
+        config, name = write_config(tmp_path, model, **overrides)
+        run = await LiveRun(config, tmp_path / "run", name, *options).start()
+        runs.append(run)
+        return run
+
+    yield start
+    for run in runs:
+        await run.kill_what_is_left()
+
+
+def nothing_left(run):
+    assert run.processes() == []
+    assert run.shared_memory() == []
+    assert not (run.run_dir / "connection.json").exists()
+    assert not (run.run_dir / "repl.sock").exists()
+
+
+async def test_a_run_with_two_trainer_ranks_leaves_results_and_nothing_else(start, model):
+    run = await start(trainer__ranks=2, trainer__mini_batches=2, trainer__checkpoint_every=2)
+    assert await run.end() == 0, run.output
+    nothing_left(run)
+
+    metrics = run.lines("metrics.jsonl")
+    assert [line["step"] for line in metrics] == [line["policy_version"] for line in metrics] == [1, 2, 3]
+    for line in metrics:
+        assert line.keys() >= METRICS
+        assert line["mismatch_kl"] < 1e-6  # the engine's and the trainer's logprobs are of the same model
+        assert line["publish_stall_s"] > 0
+    assert sum(line["pulls"] for line in metrics) >= 2
+
+    trajectories = run.lines("trajectories.jsonl")
+    assert len({line["id"] for line in trajectories}) == len(trajectories) == 3 * 4 * 2
+    assert {line["step"] for line in trajectories} == {1, 2, 3}
+    assert all(line["staleness"] == line["step"] - 1 - line["policy_version"] for line in trajectories)
+    assert all(line["finish_reason"] in ("stop", "length") for line in trajectories)
+
+    assert yaml.safe_load((run.run_dir / "config.yaml").read_text())["trainer"]["ranks"] == 2
+    logs = {path.name for path in (run.run_dir / "logs").iterdir()}
+    assert logs >= {f"{name}.log" for name in ("trainer-0", "trainer-1", "relay-0", "rollout-1", "environment-0")}
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for step in (2, 3):
+        checkpoint = run.run_dir / "checkpoints" / f"step-{step:06d}"
+        assert (checkpoint / "complete.json").exists()
+        AutoModelForCausalLM.from_pretrained(checkpoint / "huggingface")
+        AutoTokenizer.from_pretrained(checkpoint / "huggingface")
+    for text in ("relay-1", "trainer-1 is ready", "finished", "staleness", "huggingface"):
+        assert text in run.output
+
+
+async def test_vllm_rollouts_train_too(start):
+    run = await start(rollout__engine="vllm", trainer__steps=2, rollout__kv_cache_mib=32)
+    assert await run.end() == 0, run.output
+    nothing_left(run)
+    assert all(line["mismatch_kl"] < 1e-6 for line in run.lines("metrics.jsonl"))
+    assert "vllm" in run.output
+
+
+async def test_a_live_run_answers_its_repl_and_ctrl_c_ends_it_with_a_checkpoint(start):
+    run = await start(trainer__steps=100000)
+    await run.line(r"^ *2/")
+    attach = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "laminar", "attach", str(run.run_dir)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    text, _ = await asyncio.wait_for(attach.communicate(b"rollouts\nrelays\ntrainer\nbuffer\ntrajectory 0.0\n"), 60)
+    assert attach.returncode == 0
+    for expected in ("rollout-1", "relay-1", "consumed"):
+        assert expected in text.decode()
+    run.process.send_signal(signal.SIGINT)
+    assert await run.end() == 0, run.output
+    last = run.lines("metrics.jsonl")[-1]["step"]
+    assert (run.run_dir / "checkpoints" / f"step-{last:06d}" / "complete.json").exists()
+    nothing_left(run)
+
+
+async def test_a_second_ctrl_c_ends_it_at_once(start):
+    run = await start(trainer__steps=100000)
+    await run.line(r"process \d+")
+    run.process.send_signal(signal.SIGINT)
+    await run.line("Ctrl-C again")
+    run.process.send_signal(signal.SIGINT)
+    assert await run.end() in (0, 130), run.output
+    nothing_left(run)
+
+
+async def test_when_the_controller_is_killed_all_ends_and_the_next_start_cleans_up(start, tmp_path, model):
+    run = await start(trainer__steps=100000)
+    await run.line(r"^ *1/")
+    workers = run.processes()
+    assert len(workers) >= 6
+    run.process.kill()
+    await processes_end(workers, 10)
+    assert run.processes() == []
+    assert run.shared_memory() != []
+
+    config, _ = write_config(tmp_path, model, trainer__steps=1)
+    again = await LiveRun(config, tmp_path / "again", run.name).start()
+    await again.line("removed .* from shared memory")
+    assert await again.end() == 0, again.output
+    nothing_left(again)
+
+
+async def test_a_worker_that_dies_ends_the_run_with_the_end_of_its_log(start):
+    run = await start(trainer__steps=100000)
+    line = await run.line(r"trainer-0 is ready")
+    await run.line(r"^ *1/")
+    os.kill(int(line.split("process ")[1].split(")")[0]), signal.SIGKILL)
+    assert await run.end() == 1, run.output
+    assert "the run failed: trainer-0 was lost: its process ended" in run.output
+    assert "trainer-0.log" in run.output
+    nothing_left(run)
+
+
+async def test_an_existing_run_directory_is_refused_and_kept(start, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "precious").write_text("kept")
+    run = await start()
+    assert await run.end() == 2
+    assert "--overwrite" in run.output
+    assert (tmp_path / "run" / "precious").read_text() == "kept"
+
+
+async def test_a_taken_port_is_refused_before_anything_starts(start):
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    run = await start(controller__port=port)
+    assert await run.end() == 2
+    assert f"controller.port: cannot listen on 127.0.0.1:{port}" in run.output
+    assert "started" not in run.output
+    nothing_left(run)
+    server.close()
