@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import json
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from laminar.config.overrides import apply_overrides
 from laminar.errors import UserError
@@ -68,3 +72,15 @@ def test_what_is_no_override(text):
 def test_a_value_that_is_no_yaml():
     with pytest.raises(UserError, match="--set a=\\[1: the value:1:3: not valid YAML"):
         applied({}, "a=[1")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+
+
+@given(VALUES)
+def test_any_json_value_is_read_as_it_was_written(value):
+    assert applied({}, f"a={json.dumps(value)}") == {"a": value}

@@ -7,6 +7,7 @@ leaves a parameter of the model untouched is an error, never a silent mix of two
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -24,6 +25,9 @@ from laminar.weights.tensors import read_tensors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+# It warns at every load of the tied head and the rotary tables, which have no weights; `load_policy` checks for itself.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
