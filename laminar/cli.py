@@ -67,9 +67,11 @@ def _attach(options: argparse.Namespace) -> int:
 
 
 def _config_check(options: argparse.Namespace) -> int:
-    from laminar.config.command import check
+    from laminar.config.command import summary
+    from laminar.launch.preflight import preflight
 
-    return check(options.config, options.overrides)
+    print(f"{options.config}: OK, {summary(preflight(options.config, options.overrides))}")
+    return 0
 
 
 def _config_show(options: argparse.Namespace) -> int:

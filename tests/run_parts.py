@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from laminar.config.schema import ExperimentConfig
-from laminar.controller.events import EventBus
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
@@ -18,6 +17,7 @@ from laminar.controller.rollout_manager import Replica
 from laminar.controller.run_control import RunControl
 from laminar.controller.state_clock import StateClock
 from laminar.controller.worker_registry import Worker
+from laminar.observability.events import EventBus
 from laminar.protocol.messages import RolloutLoad
 from laminar.trajectory import Group, Prompt, Trajectory, TrajectoryState
 

@@ -15,12 +15,12 @@ HEAVY = ("torch", "vllm", "transformers", "mpi4py", "accelerate")
 # package -> the parts of laminar that it may import
 ALLOWED = {
     "algorithms": set(),
-    "config": {"errors", "data"},
+    "config": {"errors"},
     "controller": {"protocol", "trajectory", "config", "observability", "errors"},
-    "data": {"config", "errors", "rewards"},
-    "observability": {"controller", "config", "protocol", "trajectory", "errors"},
+    "data": {"config", "errors"},
+    "observability": {"config", "protocol", "trajectory", "errors"},
     "protocol": {"errors"},
-    "rewards": {"errors", "config"},
+    "rewards": {"errors", "config", "data"},
     "weights": {"errors"},
     "workers": {"config", "errors", "protocol", "weights", "algorithms", "data", "rewards"},
 }

@@ -1,4 +1,4 @@
-"""`laminar config check FILE` and `laminar config show FILE`."""
+"""`laminar config show FILE`, and the one line that sums an experiment up."""
 
 from __future__ import annotations
 
@@ -7,22 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laminar.config import machine
-from laminar.config.checks import check_config, check_machine
+from laminar.config.checks import check_config
 from laminar.config.load import load_config, to_yaml
 from laminar.config.schema import ExperimentConfig
-
-
-def check(path: str | Path, overrides: Sequence[str] = ()) -> int:
-    """Make every check that `laminar train` makes before it starts anything; print one line and return 0.
-
-    Raises:
-        UserError: one text with every mistake.
-    """
-    config = load_config(path, overrides)
-    check_config(config)
-    check_machine(config)
-    print(f"{path}: OK, {summary(config)}")
-    return 0
 
 
 def show(path: str | Path, overrides: Sequence[str] = ()) -> int:

@@ -27,14 +27,6 @@ from pathlib import Path
 
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.environment_manager import EnvironmentManager
-from laminar.controller.events import (
-    EventBus,
-    GroupDropped,
-    Notice,
-    StepFinished,
-    TrajectoryFinished,
-    TrajectoryStarted,
-)
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
@@ -42,10 +34,18 @@ from laminar.controller.relay_manager import MASTER, RelayManager, store_name
 from laminar.controller.rollout_manager import RolloutManager
 from laminar.controller.run_control import RunControl
 from laminar.controller.schedules.laminar import LaminarSchedule
+from laminar.controller.step_metrics import StepMetrics
 from laminar.controller.trainer_driver import TrainerDriver
 from laminar.controller.worker_registry import WorkerRegistry
 from laminar.errors import RunFailed
-from laminar.observability.step_metrics import StepMetrics
+from laminar.observability.events import (
+    EventBus,
+    GroupDropped,
+    Notice,
+    StepFinished,
+    TrajectoryFinished,
+    TrajectoryStarted,
+)
 from laminar.protocol.channel import ControllerChannel
 from laminar.protocol.messages import Shutdown, Welcome, WorkerKind
 from laminar.trajectory import Trajectory, TrajectoryState

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from laminar.controller.events import EventBus, Notice, TrajectoryScored, WorkerReplaced
 from laminar.controller.worker_registry import Worker, WorkerRegistry
 from laminar.errors import RunFailed, WorkerLost
+from laminar.observability.events import EventBus, Notice, TrajectoryScored, WorkerReplaced
 from laminar.protocol import messages
 from laminar.trajectory import Trajectory, TrajectoryState
 

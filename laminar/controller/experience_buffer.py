@@ -9,8 +9,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 
-from laminar.controller.events import EventBus, GroupCompleted, GroupDropped
 from laminar.controller.schedules.schedule import ReadyGroup, Schedule
+from laminar.observability.events import EventBus, GroupCompleted, GroupDropped
 from laminar.trajectory import Group, TrajectoryState
 
 

@@ -10,8 +10,8 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from laminar.controller.events import EventBus, PromptRejected
 from laminar.errors import UserError
+from laminar.observability.events import EventBus, PromptRejected
 from laminar.protocol.messages import PromptsFetched
 from laminar.trajectory import Prompt
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from laminar.controller.events import EventBus, MetricsReported, TrajectoryScored
+from laminar.observability.events import EventBus, MetricsReported, TrajectoryScored
 
 KEPT_CHARACTERS = 2_000_000  # of all response texts together
 

@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from laminar.controller.events import EventBus, Notice, WeightsBroadcast
 from laminar.controller.waiting import within
 from laminar.controller.worker_registry import Worker, WorkerRegistry
 from laminar.errors import RunFailed, WorkerLost
+from laminar.observability.events import EventBus, Notice, WeightsBroadcast
 from laminar.protocol.messages import Broadcast, BroadcastFailed, WeightsStored
 
 ANSWER_MARGIN_S = 5.0

@@ -17,10 +17,10 @@ import socket
 import tempfile
 from pathlib import Path
 
-from laminar.controller.events import Notice
 from laminar.controller.recent_results import RecentResults
 from laminar.controller.repl_commands import CommandError, execute
 from laminar.controller.run_view import RunView
+from laminar.observability.events import Notice
 from laminar.observability.json_lines import plain
 
 SOCKET_FILE = "repl.sock"

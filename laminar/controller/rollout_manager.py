@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from laminar.controller.events import EventBus, TokensAppended, TrajectoryFinished, TrajectoryStarted, WeightsPulled
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
@@ -26,6 +25,7 @@ from laminar.controller.schedules.schedule import Schedule
 from laminar.controller.state_clock import StateClock
 from laminar.controller.worker_registry import Worker, WorkerRegistry
 from laminar.errors import RunFailed
+from laminar.observability.events import EventBus, TokensAppended, TrajectoryFinished, TrajectoryStarted, WeightsPulled
 from laminar.protocol import messages
 from laminar.trajectory import Group, Prompt, Trajectory
 

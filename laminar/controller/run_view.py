@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Protocol
 
 from laminar.config.schema import ExperimentConfig
-from laminar.controller.events import EventBus
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
@@ -16,6 +15,7 @@ from laminar.controller.rollout_manager import RolloutManager
 from laminar.controller.run_control import RunControl
 from laminar.controller.trainer_driver import TrainerDriver
 from laminar.controller.worker_registry import WorkerRegistry
+from laminar.observability.events import EventBus
 from laminar.trajectory import Trajectory
 
 

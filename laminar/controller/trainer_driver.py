@@ -15,15 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar.controller.events import (
-    CheckpointFinished,
-    EventBus,
-    GroupDropped,
-    Notice,
-    StepFinished,
-    StepStarted,
-    WeightsPublished,
-)
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.relay_manager import RelayManager
 from laminar.controller.run_control import RunControl
@@ -32,6 +23,15 @@ from laminar.controller.state_clock import StateClock
 from laminar.controller.waiting import within
 from laminar.controller.worker_registry import WorkerRegistry
 from laminar.errors import RunFailed
+from laminar.observability.events import (
+    CheckpointFinished,
+    EventBus,
+    GroupDropped,
+    Notice,
+    StepFinished,
+    StepStarted,
+    WeightsPublished,
+)
 from laminar.protocol import messages
 from laminar.trajectory import Group
 

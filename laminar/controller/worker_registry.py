@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import laminar
-from laminar.controller.events import EventBus, Notice, WorkerJoined, WorkerProgress, WorkerReady
 from laminar.controller.waiting import within
 from laminar.errors import RunFailed, UserError, WorkerLost
+from laminar.observability.events import EventBus, Notice, WorkerJoined, WorkerProgress, WorkerReady
 from laminar.protocol.channel import ControllerChannel, PeerGone
 from laminar.protocol.codec import CodecError
 from laminar.protocol.messages import Heartbeat, Hello, Progress, Ready, Shutdown, Welcome, WorkerFailed, WorkerKind

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from laminar.config.machine import find_mpirun
 from laminar.config.schema import ExperimentConfig
 from laminar.protocol.connection import LOG_DIR_VARIABLE, RUN_ID_VARIABLE
 from laminar.weights import run_memory
@@ -55,12 +56,6 @@ def local_commands(config: ExperimentConfig, run_dir: Path, run_id: str) -> list
     return commands
 
 
-def mpirun_path() -> str | None:
-    """mpirun beside this Python (a virtual environment), else on the PATH."""
-    beside = Path(sys.executable).parent / "mpirun"
-    return str(beside) if beside.exists() else shutil.which("mpirun")
-
-
 def mpi_directory(run_id: str) -> Path:
     """Where Open MPI keeps its own files in shared memory: inside the run's folder, so that they go with it."""
     return run_memory.run_directory(run_id) / "mpi"
@@ -72,7 +67,7 @@ def _relays(config: ExperimentConfig, run_dir: Path, common: dict[str, str], dir
     return Command(
         name="mpirun",
         argv=(
-            mpirun_path() or "mpirun",
+            str(find_mpirun() or "mpirun"),
             *flags,
             *("-n", str(config.relay.count), sys.executable, "-m", "laminar.workers.relay.main"),
             *("--connect", str(run_dir)),

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.controller import Controller
-from laminar.controller.events import EventBus, Notice, ProcessStarted
 from laminar.controller.repl_server import ReplServer
 from laminar.errors import WorkerLost
 from laminar.launch.commands import Command, expected_workers, local_commands, mpi_directory
 from laminar.launch.local import LocalLauncher
+from laminar.observability.events import EventBus, Notice, ProcessStarted
 from laminar.observability.terminal import Terminal
 from laminar.protocol.connection import CONNECTION_FILE, Connection, CurveKeys, boot_id, process_started
 from laminar.protocol.zeromq import ZmqControllerChannel

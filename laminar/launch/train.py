@@ -9,11 +9,10 @@ from pathlib import Path
 
 import uvloop
 
-from laminar.config.checks import check_config, check_machine
-from laminar.config.load import load_config
 from laminar.config.schema import ExperimentConfig
-from laminar.controller.events import EventBus
+from laminar.launch.preflight import preflight
 from laminar.launch.run import Interrupted, LocalRun
+from laminar.observability.events import EventBus
 from laminar.observability.run_directory import RunDirectory
 from laminar.observability.terminal import Terminal
 
@@ -25,9 +24,7 @@ def train(config_path: Path, overrides: Sequence[str], *, run_dir: Path | None, 
         UserError: something is wrong that can be told before anything starts, or a worker found it.
         RunFailed: the run could not go on.
     """
-    config = load_config(config_path, overrides)
-    check_config(config)
-    check_machine(config)
+    config = preflight(config_path, overrides)
     path = run_dir or Path("runs") / config.name
     directory = RunDirectory.create(path, config, overwrite=overwrite)
     try:

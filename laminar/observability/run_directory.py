@@ -26,9 +26,9 @@ from typing import Any
 import laminar
 from laminar.config.load import to_yaml
 from laminar.config.schema import ExperimentConfig, JsonlSource
-from laminar.controller import events as kinds
-from laminar.controller.events import EventBus, GroupDropped, MetricsReported, Notice, StepFinished
 from laminar.errors import UserError
+from laminar.observability import events as kinds
+from laminar.observability.events import EventBus, GroupDropped, MetricsReported, Notice, StepFinished
 from laminar.observability.json_lines import JsonLines
 from laminar.protocol.connection import CONNECTION_FILE, Connection, boot_id, process_started
 from laminar.trajectory import Trajectory

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from laminar.controller.events import (
+from laminar.observability.events import (
     CheckpointFinished,
     EventBus,
     GroupDropped,
@@ -23,7 +23,7 @@ from laminar.controller.events import (
     WeightsPulled,
 )
 from laminar.observability.plain_text import data_size, duration, percent, short_number
-from laminar.observability.step_metrics import ROLLOUT_BUSY, TRAINER_BUSY
+from laminar.observability.states import ROLLOUT_BUSY, TRAINER_BUSY
 
 ENDS = 3  # steps whose mean is the first and the last reward
 RATES = ("generated_tokens_per_s", "trained_tokens_per_s", "kv_utilization_mean")

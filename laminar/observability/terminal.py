@@ -22,8 +22,8 @@ from rich.text import Text
 import laminar
 from laminar.config.command import summary
 from laminar.config.schema import ExperimentConfig
-from laminar.controller import events as kinds
-from laminar.controller.events import EventBus
+from laminar.observability import events as kinds
+from laminar.observability.events import EventBus
 from laminar.observability.plain_text import bars, data_size, duration, printable
 from laminar.observability.run_summary import RunSummary
 from laminar.observability.step_table import StepTable

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laminar.config.schema import ExperimentConfig
-from laminar.controller.events import (
+from laminar.observability.events import (
     WeightsPublished,
     WeightsPulled,
     WorkerJoined,

@@ -2,24 +2,25 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.config.command import check, show
+from laminar.cli import main
+from laminar.config.command import show
 from laminar.config.load import load_config
-from laminar.errors import UserError
 
 
 def test_check_prints_one_line_with_a_summary(config_file, model_folder, capsys):
-    assert check(str(config_file), ["trainer.steps=7"]) == 0
+    assert main(["config", "check", str(config_file), "--set", "trainer.steps=7"]) == 0
     assert capsys.readouterr().out == (
         f"{config_file}: OK, example: model {model_folder} in float32, engine torch x 2 replicas, "
         "7 steps of 16 trajectories (4 groups x 4)\n"
     )
 
 
-def test_check_raises_what_the_checks_find(config_file):
-    with pytest.raises(UserError, match=r"trainer\.mini_batches"):
-        check(str(config_file), ["trainer.mini_batches=3"])
-    with pytest.raises(UserError, match=r"model\.path"):
-        check(str(config_file), ["model.path=models/none"])
+@pytest.mark.parametrize("override", ["trainer.mini_batches=3", "model.path=models/none", "trainer.step=3"])
+def test_check_says_what_is_wrong_and_exits_with_2(config_file, override, capsys):
+    assert main(["config", "check", str(config_file), "--set", override]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("laminar: ")
+    assert override.partition("=")[0] in error
 
 
 def test_show_prints_a_config_that_loads_to_the_same(config_file, tmp_path, capsys):

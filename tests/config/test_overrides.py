@@ -74,9 +74,11 @@ def test_a_value_that_is_no_yaml():
         applied({}, "a=[1")
 
 
+# JSON writes characters above U+FFFF as two escapes, which YAML reads as two characters.
+TEXT = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]))
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner),
     max_leaves=5,
 )
 

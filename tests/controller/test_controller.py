@@ -5,11 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from laminar.controller import events as event_types
 from laminar.controller.controller import Controller
-from laminar.controller.events import EventBus
 from laminar.errors import RunFailed, UserError, WorkerLost
 from laminar.launch.commands import expected_workers
+from laminar.observability import events as event_types
+from laminar.observability.events import EventBus
 from laminar.protocol import messages
 from laminar.protocol.memory import MemoryNetwork
 from tests.controller import fake_workers as fakes

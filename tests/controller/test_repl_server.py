@@ -9,10 +9,10 @@ import pytest
 
 from laminar.controller import repl_commands
 from laminar.controller.controller import Controller
-from laminar.controller.events import MetricsReported, Notice, TrajectoryScored
 from laminar.controller.repl_commands import COMMANDS
 from laminar.controller.repl_server import MAX_LINE_BYTES, ReplServer
 from laminar.controller.run_view import RunView
+from laminar.observability.events import MetricsReported, Notice, TrajectoryScored
 from tests.run_parts import HandView, a_metrics_line
 
 

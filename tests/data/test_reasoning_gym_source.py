@@ -115,7 +115,7 @@ def test_a_generator_that_fails_later_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_importing_the_source_imports_neither_reasoning_gym_nor_torch_and_reasoning_gym_no_torch() -> None:
     code = (
-        "import sys, laminar.data.check_source, laminar.data.open_source, laminar.rewards.registry\n"
+        "import sys, laminar.launch.check_data, laminar.data.open_source, laminar.rewards.registry\n"
         "assert not {'reasoning_gym', 'transformers', 'torch', 'sympy'} & sys.modules.keys()\n"
         "import reasoning_gym; assert 'torch' not in sys.modules"
     )

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from laminar.config.load import load_config
-from laminar.controller.events import (
+from laminar.errors import UserError
+from laminar.observability.events import (
     EventBus,
     GroupDropped,
     MetricsReported,
@@ -17,7 +18,6 @@ from laminar.controller.events import (
     TokensAppended,
     WorkerReady,
 )
-from laminar.errors import UserError
 from laminar.observability.run_directory import RunDirectory
 from laminar.protocol.connection import Connection, boot_id, process_started
 from tests.run_parts import HandClock, a_config, a_group

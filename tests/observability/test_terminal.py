@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from laminar.controller.events import (
+from laminar.observability.events import (
     CheckpointFinished,
     EventBus,
     GroupCompleted,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from laminar.config.schema import ExperimentConfig
-from laminar.data.check_source import check_source
 from laminar.errors import UserError
+from laminar.launch.check_data import check_source
 
 
 def config(source: dict[str, object], *, function: str = "exact", **data: object) -> ExperimentConfig:

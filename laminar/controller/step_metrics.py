@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from laminar.controller.events import (
+from laminar.controller.state_clock import StateClock, difference
+from laminar.observability.events import (
     EventBus,
     GroupDropped,
     MetricsReported,
@@ -23,10 +24,7 @@ from laminar.controller.events import (
     WeightsPublished,
     WeightsPulled,
 )
-from laminar.controller.state_clock import StateClock, difference
-
-TRAINER_BUSY = ("training", "publishing", "checkpointing")
-ROLLOUT_BUSY = ("generating",)
+from laminar.observability.states import ROLLOUT_BUSY, TRAINER_BUSY
 
 
 class StepMetrics:
