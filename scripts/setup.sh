@@ -6,7 +6,7 @@
 #
 # LAMINAR_PYTHON       interpreter to use (3.11 or 3.12); default: the first that is found
 # LAMINAR_DEVICE       cpu or gpu; default: gpu where nvidia-smi works
-# LAMINAR_TORCH_INDEX  where torch's CPU build is taken from if pip's own index has none
+# LAMINAR_TORCH_INDEX  URL of an index with torch's CPU build, if pip's own has only the (much larger) CUDA build
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,7 +16,6 @@ case "${1:-}" in
     --dev) mode=dev ;;
     *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
-torch_index=${LAMINAR_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 log=.venv/install.log
 SECONDS=0
 
@@ -95,11 +94,14 @@ fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check --no-input)
 
 if [ "$device" = cpu ]; then
-    # vLLM's CPU build wants torch's. Some indexes carry it; the standard one has only the (much larger) CUDA build.
+    # vLLM's CPU build wants torch's. Where there is none to be had, the CUDA build works too, with all that it needs.
     torch=$(sed -n 's/^torch==//p' requirements/cpu.lock)
-    say "torch $torch, CPU build"
-    if ! "${pip[@]}" install --no-deps "torch==$torch+cpu" >>"$log" 2>&1; then
-        logged "${pip[@]}" install --no-deps --index-url "$torch_index" "torch==$torch+cpu"
+    say "torch $torch"
+    if [ -n "${LAMINAR_TORCH_INDEX:-}" ]; then
+        logged "${pip[@]}" install --no-deps --index-url "$LAMINAR_TORCH_INDEX" "torch==$torch+cpu"
+    elif ! "${pip[@]}" install --no-deps "torch==$torch+cpu" >>"$log" 2>&1; then
+        say "pip's index has no CPU build of torch: taking the CUDA build, several GB (LAMINAR_TORCH_INDEX names an index that has it)"
+        logged "${pip[@]}" install "torch==$torch"
     fi
     ldconfig -p 2>/dev/null | grep -q 'libnuma\.so\.1' ||
         debian_packages "vLLM on CPU needs libnuma" libnuma1

@@ -238,11 +238,12 @@ def _memory(config: ExperimentConfig, shape: ModelShape) -> Iterator[str]:
     version_bytes = shape.weight_bytes(config.model.dtype)
     if config.launch.relays != "local" or version_bytes is None:
         return
-    needed = version_bytes * config.relay.keep_versions * config.relay.count
+    held = config.relay.keep_versions + 1  # one more while it arrives, or is made ready for the next publish
+    needed = version_bytes * held * config.relay.count
     present = machine.free_shared_memory()
     if present < needed:
         yield (
-            f"relay.keep_versions: {config.relay.keep_versions} versions of {version_bytes} bytes ({shape.parameters} weights of "
+            f"relay.keep_versions: {config.relay.keep_versions} and one that arrives, versions of {version_bytes} bytes ({shape.parameters} weights of "
             f"{DTYPE_BYTES[config.model.dtype]} bytes) in each of {config.relay.count} relays need {needed} bytes of shared "
             f"memory; {machine.SHARED_MEMORY} has {present} free; enlarge it (mount -o remount,size=... "
             f"{machine.SHARED_MEMORY}, or --shm-size for a container) or keep fewer versions"

@@ -50,7 +50,7 @@ from laminar.protocol.channel import ControllerChannel
 from laminar.protocol.messages import Shutdown, Welcome, WorkerKind
 from laminar.trajectory import Trajectory, TrajectoryState
 
-HISTORY = 10_000  # trajectories that the REPL can still show after they have left
+HISTORY = 1_000  # trajectories that the REPL can still show after they have left
 
 
 class Controller:

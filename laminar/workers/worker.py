@@ -209,6 +209,21 @@ async def _run(kind: WorkerKind, index: int, connection: Connection, serve: Serv
     return status
 
 
+def _end_descendants() -> None:
+    """SIGTERM to every process below this one: an engine that was still starting is not tied to its parent yet."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
+                children.setdefault(int(parent), []).append(int(entry.name))
+    below = children.get(os.getpid(), [])
+    for pid in below:
+        below += children.get(pid, [])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
 def run_worker(kind: WorkerKind, serve: Serve, *, index: int | None = None, argv: list[str] | None = None) -> None:
     """Main function of every worker module; does not return.
 
@@ -237,6 +252,8 @@ def run_worker(kind: WorkerKind, serve: Serve, *, index: int | None = None, argv
         raise SystemExit(2) from error
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_run(kind, number, connection, serve))
+        if status != 0:
+            _end_descendants()
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()

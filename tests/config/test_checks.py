@@ -191,15 +191,15 @@ def test_the_torch_engine_has_no_tensor_parallelism(config_file, installed):
 
 
 def test_shared_memory_for_all_versions(config_file, model_folder, installed, monkeypatch):
-    # 6 weights (the tied lm_head is not counted) of 4 bytes, 2 versions, 3 relays: 144 bytes.
+    # 6 weights (the tied lm_head is not counted) of 4 bytes, 2 versions and one that arrives, 3 relays: 216 bytes.
     monkeypatch.setattr(machine, "find_mpirun", lambda: "mpirun")
     overrides = ["launch.relays=local", "relay.count=3", "relay.keep_versions=2"]
-    monkeypatch.setattr(machine, "free_shared_memory", lambda: 143)
+    monkeypatch.setattr(machine, "free_shared_memory", lambda: 215)
     message = machine_error(config_file, *overrides)
-    assert "relay.keep_versions: 2 versions of 24 bytes" in message
-    assert "need 144 bytes" in message
-    assert "143 free" in message
-    monkeypatch.setattr(machine, "free_shared_memory", lambda: 144)
+    assert "relay.keep_versions: 2 and one that arrives, versions of 24 bytes" in message
+    assert "need 216 bytes" in message
+    assert "215 free" in message
+    monkeypatch.setattr(machine, "free_shared_memory", lambda: 216)
     check_machine(load_config(config_file, overrides))
     write_safetensors(model_folder / "model-2.safetensors", {"second.weight": [7]})
     assert "versions of 52 bytes" in machine_error(config_file, *overrides)

@@ -149,6 +149,16 @@ async def test_when_the_controller_is_killed_all_ends_and_the_next_start_cleans_
     nothing_left(again)
 
 
+async def test_when_the_controller_is_killed_engines_that_are_still_starting_end_too(start):
+    run = await start(rollout__engine="vllm")
+    await run.line("rollout-0: starting the vllm engine")
+    await run.line("trainer-0 is ready")  # by now the engines have processes of their own
+    workers = run.processes()
+    run.process.kill()
+    await processes_end(workers, 10)
+    assert run.processes() == []
+
+
 async def test_a_worker_that_dies_ends_the_run_with_the_end_of_its_log(start):
     run = await start(trainer__steps=100000)
     line = await run.line(r"trainer-0 is ready")
