@@ -252,8 +252,7 @@ def run_worker(kind: WorkerKind, serve: Serve, *, index: int | None = None, argv
         raise SystemExit(2) from error
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_run(kind, number, connection, serve))
-        if status != 0:
-            _end_descendants()
+        _end_descendants()
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -91,6 +91,12 @@ class LiveRun:
                     found.append(int(entry.name))
         return found
 
+    async def all_end(self, limit_s):
+        """Wait until the run has no process left, those included that are started meanwhile."""
+        async with asyncio.timeout(limit_s):
+            while pids := self.processes():
+                await asyncio.gather(*(_end_of(pid) for pid in pids))
+
     def shared_memory(self):
         """What this run has in shared memory."""
         return [path.name for path in SHARED_MEMORY.iterdir() if self.name in path.name]
@@ -100,19 +106,17 @@ class LiveRun:
         return [json.loads(line) for line in (self.run_dir / name).read_text().splitlines()]
 
 
-async def processes_end(pids, limit_s):
-    """Wait until all these processes have ended."""
+async def _end_of(pid):
+    """Wait until a process has ended that is not our child."""
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(limit_s):
-        for pid in pids:
-            try:
-                fd = os.pidfd_open(pid)
-            except ProcessLookupError:
-                continue
-            ended = loop.create_future()
-            loop.add_reader(fd, lambda ended=ended: ended.done() or ended.set_result(None))
-            try:
-                await ended
-            finally:
-                loop.remove_reader(fd)
-                os.close(fd)
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ended = loop.create_future()
+    loop.add_reader(fd, lambda: ended.done() or ended.set_result(None))
+    try:
+        await ended
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)

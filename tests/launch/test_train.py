@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from tests.launch.live_run import LiveRun, processes_end, write_config
+from tests.launch.live_run import LiveRun, write_config
 from tests.tiny_models import make_model
 
 METRICS = {
@@ -135,11 +135,9 @@ async def test_a_second_ctrl_c_ends_it_at_once(start):
 async def test_when_the_controller_is_killed_all_ends_and_the_next_start_cleans_up(start, tmp_path, model):
     run = await start(trainer__steps=100000)
     await run.line(r"^ *1/")
-    workers = run.processes()
-    assert len(workers) >= 6
+    assert len(run.processes()) >= 6
     run.process.kill()
-    await processes_end(workers, 10)
-    assert run.processes() == []
+    await run.all_end(10)
     assert run.shared_memory() != []
 
     config, _ = write_config(tmp_path, model, trainer__steps=1)
@@ -152,11 +150,9 @@ async def test_when_the_controller_is_killed_all_ends_and_the_next_start_cleans_
 async def test_when_the_controller_is_killed_engines_that_are_still_starting_end_too(start):
     run = await start(rollout__engine="vllm")
     await run.line("rollout-0: starting the vllm engine")
-    await run.line("trainer-0 is ready")  # by now the engines have processes of their own
-    workers = run.processes()
+    await run.line("trainer-0 is ready")  # about now the engines start processes of their own
     run.process.kill()
-    await processes_end(workers, 10)
-    assert run.processes() == []
+    await run.all_end(10)
 
 
 async def test_a_worker_that_dies_ends_the_run_with_the_end_of_its_log(start):

@@ -71,6 +71,7 @@ class VllmEngine:
         self._vocabulary = 0
         # vLLM's processes die with the thread that spawned them (see `vllm_extension`): it lives as long as the engine.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="vllm-spawner")
+        self._building: asyncio.Future[None] | None = None
 
     async def start(self) -> None:
         """Start vLLM's processes and load the model; seconds on a small model, during which the loop goes on.
@@ -82,8 +83,8 @@ class VllmEngine:
 
         cuda = torch.cuda.is_available()
         set_environment(self._settings, cuda=cuda)
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._spawner, self._build, cuda)
+        self._building = asyncio.get_running_loop().run_in_executor(self._spawner, self._build, cuda)
+        await asyncio.shield(self._building)
         engine = self._require_engine()
         self._vocabulary = engine.model_config.get_vocab_size()
         await engine.collective_rpc("leave_nothing_behind")
@@ -222,7 +223,12 @@ class VllmEngine:
         return EngineLoad(running=running, waiting=opened - running, kv_utilization=self._figures.kv_utilization)
 
     async def close(self) -> None:
-        """End vLLM's processes and free their shared memory; open streams fail."""
+        """End vLLM's processes and free their shared memory; open streams fail.
+
+        An engine that is still starting has to be waited for; the worker's exit limit ends that.
+        """
+        if self._building is not None:
+            await asyncio.wait([self._building])
         engine, self._engine = self._engine, None
         if engine is not None:
             if self._open and not engine.errored:
@@ -233,7 +239,7 @@ class VllmEngine:
             await asyncio.to_thread(engine.shutdown, CLOSE_SECONDS)
             del engine
             gc.collect()  # AsyncLLM is part of cycles; its finalizer fails if it runs as late as at interpreter exit
-        self._spawner.shutdown(wait=True)
+        await asyncio.to_thread(self._spawner.shutdown)
 
     def _require_engine(self) -> AsyncLLM:
         if self._engine is None:
