@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -76,6 +77,8 @@ class LiveRun:
                 os.kill(pid, 9)
             except ProcessLookupError:
                 continue
+        for name in self.shared_memory():
+            shutil.rmtree(SHARED_MEMORY / name)
 
     def processes(self):
         """Processes whose environment names this run, except the controller."""
