@@ -23,4 +23,4 @@ async def within(limit_s: float, what: str, awaitable: Awaitable[T]) -> T:
     except TimeoutError:
         if not limit.expired():
             raise
-        raise RunFailed(f"waited {limit_s:.0f} s for {what}") from None
+        raise RunFailed(f"waited {limit_s:g} s for {what}") from None

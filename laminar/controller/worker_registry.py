@@ -144,7 +144,7 @@ class WorkerRegistry:
                     await self._changed.wait()
         except TimeoutError:
             raise RunFailed(
-                f"controller.start_timeout_s: not ready after {limit_s:.0f} s: {', '.join(self.missing())}"
+                f"controller.start_timeout_s: not ready after {limit_s:g} s: {', '.join(self.missing())}"
             ) from None
 
     async def receive_forever(self) -> None:

@@ -38,15 +38,15 @@ def experiment(**overrides) -> ExperimentConfig:
 class FakeWorker:
     """Says hello, then answers every message by `answer`, an async generator."""
 
-    def __init__(self, network, kind, index):
-        self.kind, self.index = kind, index
+    def __init__(self, network, kind, index, pid=1):
+        self.kind, self.index, self.pid = kind, index, pid
         self.name = f"{kind}-{index}"
-        self.channel = network.worker(f"{self.name}@test:1")
+        self.channel = network.worker(f"{self.name}@test:{pid}")
         self.received = []
 
     async def run(self):
         await self.channel.send(
-            messages.Hello(kind=self.kind, index=self.index, pid=1, host="here", version=laminar.__version__)
+            messages.Hello(kind=self.kind, index=self.index, pid=self.pid, host="here", version=laminar.__version__)
         )
         welcome = await self.channel.receive()
         if isinstance(welcome, messages.Shutdown):

@@ -33,11 +33,16 @@ class Run:
             replace_environment=self.replace_environment,
         )
         self.workers = fakes.make_workers(self.network, config, **kinds)
-        self.config = config
+        self.successor = None  # kind of environment worker that takes a lost one's place
         self._tasks = []
 
     async def replace_environment(self, index, reason):
-        raise WorkerLost(reason)
+        """As the launcher does: another process with the same index."""
+        if self.successor is None:
+            raise WorkerLost(reason)
+        worker = self.successor(self.network, "environment", index, pid=2)
+        self.workers.append(worker)
+        self._tasks.append(asyncio.create_task(worker.run()))
 
     async def launch(self):
         self._tasks.append(asyncio.create_task(fakes.run_workers(self.workers)))
@@ -238,7 +243,7 @@ async def test_a_wait_that_is_too_long_says_what_it_waits_for(tmp_path):
 async def test_a_worker_that_never_comes_is_named(tmp_path):
     run = Run(fakes.experiment(controller__start_timeout_s=0.3), tmp_path)
     run.workers = [worker for worker in run.workers if worker.name != "rollout-1"]
-    with pytest.raises(RunFailed, match=r"not ready after 0 s: rollout-1 \(not connected\)"):
+    with pytest.raises(RunFailed, match=r"not ready after 0.3 s: rollout-1 \(not connected\)"):
         await run.to_the_end()
 
 
@@ -310,3 +315,52 @@ async def test_a_crash_in_a_handler_ends_the_run_with_that_error(tmp_path):
     run.controller.events.subscribe(broken, event_types.GroupCompleted)
     with pytest.raises(ZeroDivisionError, match="a subscriber's bug"):
         await run.to_the_end()
+
+
+class Hanging(fakes.FakeEnvironment):
+    """User code that never returns for one trajectory."""
+
+    async def answer(self, message):
+        if isinstance(message, messages.ScoreTrajectory) and message.trajectory_id == "1.1":
+            return
+        async for answer in super().answer(message):
+            yield answer
+
+
+async def test_a_reward_that_hangs_costs_its_group_and_its_worker_is_replaced(tmp_path):
+    config = fakes.experiment(reward__timeout_s=0.3, reward__on_invalid="drop")
+    run = Run(config, tmp_path, environment=Hanging)
+    run.successor = fakes.FakeEnvironment
+    await run.to_the_end()
+    dropped = run.of(event_types.GroupDropped)
+    assert [event.group.group_id for event in dropped] == [1]
+    assert "no reward for trajectory 1.1: waited 0.3 s for TrajectoryScored" in dropped[0].reason
+    assert "reward.timeout_s" in dropped[0].reason
+    assert [event.worker for event in run.of(event_types.WorkerReplaced)] == ["environment-0"]
+    assert len(run.of(event_types.StepFinished)) == 3
+
+
+async def test_a_reward_that_hangs_stops_the_run_if_nothing_else_is_asked_for(tmp_path):
+    run = Run(fakes.experiment(reward__timeout_s=0.3), tmp_path, environment=Hanging)
+    run.successor = fakes.FakeEnvironment
+    with pytest.raises(RunFailed, match="no reward for trajectory 1.1"):
+        await run.to_the_end()
+
+
+async def test_the_call_of_an_environment_worker_that_dies_is_made_again(tmp_path):
+    run = None
+
+    class Dying(fakes.FakeEnvironment):
+        async def answer(self, message):
+            if isinstance(message, messages.ScoreTrajectory):
+                run.controller.registry.lost(self.name, "its process ended (signal SIGSEGV)")
+                return
+            async for answer in super().answer(message):
+                yield answer
+
+    run = Run(fakes.experiment(), tmp_path, environment=Dying)
+    run.successor = fakes.FakeEnvironment
+    await run.to_the_end()
+    assert [event.worker for event in run.of(event_types.WorkerReplaced)] == ["environment-0"]
+    assert len(run.of(event_types.StepFinished)) == 3
+    assert run.of(event_types.GroupDropped) == []
