@@ -31,6 +31,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 MARKER = "laminar_tiny_model.json"  # written last: its presence means the folder is complete
 CONTEXT_TOKENS = 1024
@@ -89,6 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     started = time.monotonic()
+    disable_progress_bar()
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
