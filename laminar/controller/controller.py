@@ -146,7 +146,7 @@ class Controller:
             events,
             now=self.now,
             trainer_clock=self.trainer.clock,
-            rollout_clocks=lambda: [replica.clock for replica in self.rollouts.replicas.values()],
+            rollout_clocks=lambda: {name: replica.clock for name, replica in self.rollouts.replicas.items()},
             gauges=self._gauges,
         )
         self.relays.on_stored = self.rollouts.wake_all

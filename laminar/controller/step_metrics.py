@@ -7,7 +7,7 @@ state clocks of the trainer and of each rollout, so their causes add up.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ class StepMetrics:
         *,
         now: Callable[[], float],
         trainer_clock: StateClock,
-        rollout_clocks: Callable[[], Iterable[StateClock]],
+        rollout_clocks: Callable[[], Mapping[str, StateClock]],
         gauges: Callable[[], dict[str, float]],
     ) -> None:
         self._events = events
@@ -46,7 +46,7 @@ class StepMetrics:
         self._rollout_clocks = rollout_clocks
         self._gauges = gauges
         self._trainer_before: dict[str, float] = {}
-        self._rollouts_before: dict[str, float] = {}
+        self._rollouts_before: dict[str, dict[str, float]] = {}
         self._generated = 0
         self._late = 0
         self._kv: list[float] = []
@@ -85,18 +85,18 @@ class StepMetrics:
         else:
             self._rejected += 1
 
-    def _rollout_totals(self) -> dict[str, float]:
-        totals: Counter[str] = Counter()
-        for clock in self._rollout_clocks():
-            totals.update(clock.totals())
-        return dict(totals)
+    def _rollout_totals(self) -> dict[str, dict[str, float]]:
+        return {name: clock.totals() for name, clock in self._rollout_clocks().items()}
 
     def _on_step(self, event: StepFinished) -> None:
         now = self._now()
         interval = max(now - self._last, 1e-9)
         trainer, rollouts = self._trainer_clock.totals(), self._rollout_totals()
         trainer_s = difference(trainer, self._trainer_before)
-        rollout_s = difference(rollouts, self._rollouts_before)
+        each_s = {name: difference(after, self._rollouts_before.get(name, {})) for name, after in rollouts.items()}
+        rollout_s: Counter[str] = Counter()
+        for seconds in each_s.values():
+            rollout_s.update(seconds)
         trajectories = [trajectory for group in event.groups for trajectory in group.trajectories]
         lengths = np.array([trajectory.num_tokens for trajectory in trajectories])
         staleness = [event.policy_version - 1 - (trajectory.policy_version or 0) for trajectory in trajectories]
@@ -123,6 +123,7 @@ class StepMetrics:
             "rollout_idle_fraction": _idle(rollout_s, ROLLOUT_BUSY),
             "trainer_seconds": _nonzero(trainer_s),
             "rollout_seconds": _nonzero(rollout_s),
+            "each_rollout_seconds": {name: _nonzero(seconds) for name, seconds in each_s.items()},
             "response_tokens_mean": float(lengths.mean()),
             "response_tokens_p50": float(np.median(lengths)),
             "response_tokens_max": int(lengths.max()),
@@ -144,10 +145,10 @@ def _mean(values: list[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def _idle(seconds: dict[str, float], busy: tuple[str, ...]) -> float:
+def _idle(seconds: Mapping[str, float], busy: tuple[str, ...]) -> float:
     total = sum(seconds.values())
     return 1.0 - sum(seconds.get(state, 0.0) for state in busy) / total if total > 0 else 0.0
 
 
-def _nonzero(seconds: dict[str, float]) -> dict[str, float]:
+def _nonzero(seconds: Mapping[str, float]) -> dict[str, float]:
     return {state: round(value, 4) for state, value in seconds.items() if value > 0}

@@ -1,0 +1,1 @@
+"""Multi-turn environments (tools, sandboxes) come here; environment workers will run them beside the rewards."""

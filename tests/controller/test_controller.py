@@ -75,6 +75,11 @@ async def test_a_run_makes_its_steps_and_consumes_each_group_once(tmp_path):
     lines = [event.line for event in run.of(event_types.MetricsReported)]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["reward_mean"] == 0.5 and line["loss"] == 0.5 for line in lines)
+    assert all(line["each_rollout_seconds"].keys() == {"rollout-0", "rollout-1"} for line in lines)
+    for line in lines:
+        assert sum(line["trainer_seconds"].values()) == pytest.approx(line["step_s"], abs=2e-3)
+        for seconds in line["each_rollout_seconds"].values():
+            assert sum(seconds.values()) == pytest.approx(line["step_s"], abs=2e-3)
     assert [event.path for event in run.of(event_types.CheckpointFinished)] == [
         str(tmp_path / "checkpoints" / "step-000003")
     ]
