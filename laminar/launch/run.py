@@ -7,7 +7,6 @@ process is killed, its children end by themselves, and the next start removes wh
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import signal
 from pathlib import Path
@@ -20,7 +19,7 @@ from laminar.launch.commands import Command, expected_workers, local_commands, m
 from laminar.launch.local import LocalLauncher
 from laminar.observability.events import EventBus, Notice, ProcessStarted
 from laminar.observability.terminal import Terminal
-from laminar.protocol.connection import CONNECTION_FILE, Connection, CurveKeys, boot_id, process_started
+from laminar.protocol.connection import CONNECTION_FILE, Connection, CurveKeys
 from laminar.protocol.zeromq import ZmqControllerChannel
 from laminar.weights import run_memory
 
@@ -64,7 +63,9 @@ class LocalRun:
         try:
             run_memory.claim(self._run_id)
             mpi_directory(self._run_id).mkdir(mode=0o700)
-            self._publish_connection(channel.address, controller_keys, worker_keys)
+            Connection.to_this_process(
+                channel.address, self._run_id, controller=controller_keys, worker=worker_keys
+            ).write(self._run_dir)
             self._controller = Controller(
                 self._config,
                 channel,
@@ -151,15 +152,3 @@ class LocalRun:
             raise WorkerLost(f"{name} was lost: {reason}. It was started by hand, so it is not restarted")
         self._launcher.kill(name)  # it may hang in the user's code
         await self._start(command)
-
-    def _publish_connection(self, address: str, controller_keys: CurveKeys, worker_keys: CurveKeys) -> None:
-        Connection(
-            address=address,
-            run_id=self._run_id,
-            controller_public_key=controller_keys.public,
-            worker_public_key=worker_keys.public,
-            worker_secret_key=worker_keys.secret,
-            controller_pid=os.getpid(),
-            controller_started=process_started(os.getpid()) or 0,
-            boot_id=boot_id(),
-        ).write(self._run_dir)

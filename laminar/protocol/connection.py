@@ -23,6 +23,20 @@ RUN_ID_VARIABLE = "LAMINAR_RUN_ID"  # marks every process of a run, children of 
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class CurveKeys:
+    """One CURVE key pair (Z85)."""
+
+    public: str
+    secret: str
+
+    @classmethod
+    def create(cls) -> CurveKeys:
+        """A new random pair."""
+        public, secret = zmq.curve_keypair()
+        return cls(public=public.decode(), secret=secret.decode())
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Connection:
     """Contents of the connection file."""
 
@@ -34,6 +48,20 @@ class Connection:
     controller_pid: int
     controller_started: int  # start time of that process in clock ticks since boot: a pid may be reused
     boot_id: str  # of the controller's machine
+
+    @classmethod
+    def to_this_process(cls, address: str, run_id: str, *, controller: CurveKeys, worker: CurveKeys) -> Connection:
+        """What to publish when this process is the controller."""
+        return cls(
+            address=address,
+            run_id=run_id,
+            controller_public_key=controller.public,
+            worker_public_key=worker.public,
+            worker_secret_key=worker.secret,
+            controller_pid=os.getpid(),
+            controller_started=process_started(os.getpid()) or 0,
+            boot_id=boot_id(),
+        )
 
     def write(self, run_dir: Path) -> Path:
         """Write the file with mode 0600; it appears at once and complete."""
@@ -59,20 +87,6 @@ class Connection:
             ) from error
         except (ValueError, TypeError) as error:
             raise UserError(f"{path}: not a connection file of this version ({error})") from error
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class CurveKeys:
-    """One CURVE key pair (Z85)."""
-
-    public: str
-    secret: str
-
-    @classmethod
-    def create(cls) -> CurveKeys:
-        """A new random pair."""
-        public, secret = zmq.curve_keypair()
-        return cls(public=public.decode(), secret=secret.decode())
 
 
 def boot_id() -> str:

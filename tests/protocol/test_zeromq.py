@@ -1,7 +1,6 @@
 """The ZeroMQ channels: authentication, a taken port, a peer that is not there."""
 
 import asyncio
-import os
 
 import pytest
 import zmq
@@ -10,7 +9,7 @@ import zmq.asyncio
 from laminar.errors import UserError
 from laminar.protocol import messages
 from laminar.protocol.channel import PeerGone
-from laminar.protocol.connection import Connection, CurveKeys, boot_id, process_started
+from laminar.protocol.connection import Connection, CurveKeys
 from laminar.protocol.zeromq import ZmqControllerChannel, ZmqWorkerChannel
 
 HELLO = messages.Hello(kind="rollout", index=0, pid=1, host="h", version="v")
@@ -29,16 +28,7 @@ async def controller(keys):
 
 
 def connection(address, controller_keys, worker_keys) -> Connection:
-    return Connection(
-        address=address,
-        run_id="r",
-        controller_public_key=controller_keys.public,
-        worker_public_key=worker_keys.public,
-        worker_secret_key=worker_keys.secret,
-        controller_pid=os.getpid(),
-        controller_started=process_started(os.getpid()),
-        boot_id=boot_id(),
-    )
+    return Connection.to_this_process(address, "r", controller=controller_keys, worker=worker_keys)
 
 
 async def test_messages_go_both_ways(controller, keys):

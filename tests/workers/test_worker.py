@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from laminar.protocol import messages
-from laminar.protocol.connection import Connection, CurveKeys, boot_id, process_started
+from laminar.protocol.connection import Connection, CurveKeys
 from laminar.protocol.zeromq import ZmqControllerChannel
 from tests.controller.fake_workers import experiment
 
@@ -26,16 +26,7 @@ class Host:
         keys, worker_keys = CurveKeys.create(), CurveKeys.create()
         self.channel = ZmqControllerChannel("127.0.0.1", 0, controller_keys=keys, worker_public_key=worker_keys.public)
         self.run_dir = tmp_path
-        self.connection = Connection(
-            address=self.channel.address,
-            run_id="r",
-            controller_public_key=keys.public,
-            worker_public_key=worker_keys.public,
-            worker_secret_key=worker_keys.secret,
-            controller_pid=os.getpid(),
-            controller_started=process_started(os.getpid()),
-            boot_id=boot_id(),
-        )
+        self.connection = Connection.to_this_process(self.channel.address, "r", controller=keys, worker=worker_keys)
 
     async def start(self, **environment):
         self.connection.write(self.run_dir)

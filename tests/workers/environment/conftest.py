@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from laminar.config.schema import ExperimentConfig
-from laminar.protocol.connection import Connection, CurveKeys, boot_id, process_started
+from laminar.protocol.connection import Connection, CurveKeys
 from laminar.protocol.messages import Heartbeat, Hello, Progress, Ready, Shutdown, Welcome
 from laminar.protocol.zeromq import ZmqControllerChannel
 from tests.tiny_models import make_tokenizer
@@ -94,16 +94,7 @@ async def start(project: Path) -> AsyncIterator[Callable[..., Any]]:
         channels.append(channel)
         run_dir = project / f"run-{len(channels)}"
         run_dir.mkdir()
-        Connection(
-            address=channel.address,
-            run_id="r",
-            controller_public_key=controller_keys.public,
-            worker_public_key=worker_keys.public,
-            worker_secret_key=worker_keys.secret,
-            controller_pid=os.getpid(),
-            controller_started=process_started(os.getpid()) or 0,
-            boot_id=boot_id(),
-        ).write(run_dir)
+        Connection.to_this_process(channel.address, "r", controller=controller_keys, worker=worker_keys).write(run_dir)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "laminar.workers.environment.main", "--connect", str(run_dir), "--index", "3"),
             cwd=project,

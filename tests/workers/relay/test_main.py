@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from laminar.config.schema import ExperimentConfig
-from laminar.protocol.connection import Connection, CurveKeys, boot_id, process_started
+from laminar.protocol.connection import Connection, CurveKeys
 from laminar.protocol.messages import (
     Broadcast,
     BroadcastFailed,
@@ -25,7 +25,6 @@ from laminar.protocol.messages import (
     Shutdown,
     WeightsStored,
     Welcome,
-    WorkerFailed,
 )
 from laminar.protocol.zeromq import ZmqControllerChannel
 from laminar.weights import run_memory
@@ -57,16 +56,7 @@ class Controller:
         self.pids = {}
         keys, workers = CurveKeys.create(), CurveKeys.create()
         self.channel = ZmqControllerChannel("127.0.0.1", 0, controller_keys=keys, worker_public_key=workers.public)
-        Connection(
-            address=self.channel.address,
-            run_id=self.run_id,
-            controller_public_key=keys.public,
-            worker_public_key=workers.public,
-            worker_secret_key=workers.secret,
-            controller_pid=os.getpid(),
-            controller_started=process_started(os.getpid()),
-            boot_id=boot_id(),
-        ).write(run_dir)
+        Connection.to_this_process(self.channel.address, self.run_id, controller=keys, worker=workers).write(run_dir)
         self.run_dir = run_dir
 
     def store(self, rank):
@@ -174,10 +164,7 @@ async def test_relays_end_with_their_mpirun(controller):
     finally:
         mpirun.kill()
         mpirun.wait()
-    for rank, message in [await controller.next(), await controller.next()]:
-        assert isinstance(message, WorkerFailed), (rank, message)
-        assert "mpirun" in message.error
-    for relay in relays:
+    for relay in relays:  # it ends by itself, or Open MPI ends it: whoever notices first
         assert (await asyncio.to_thread(select.select, [relay], [], [], 10))[0], "a relay outlived its mpirun"
         os.close(relay)
 

@@ -1,10 +1,5 @@
 from __future__ import annotations
 
-import os
-import shutil
-import uuid
-from pathlib import Path
-
 import pytest
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -18,15 +13,6 @@ from tests.tiny_models import make_model
 def model_folder(tmp_path_factory):
     """A tiny random Qwen3 with a tied head."""
     return make_model(tmp_path_factory.mktemp("models") / "tied", seed=0)
-
-
-@pytest.fixture
-def shared_memory():
-    """A folder of its own in shared memory, so that nothing of a real run is touched."""
-    folder = Path("/dev/shm") / f"test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    folder.mkdir(mode=0o700)
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from laminar.protocol.connection import Connection, CurveKeys, boot_id, process_started
+from laminar.protocol.connection import Connection, CurveKeys
 from laminar.protocol.messages import (
     CheckpointSaved,
     Heartbeat,
@@ -48,16 +48,9 @@ class StandInController:
         self._channel = ZmqControllerChannel(
             "127.0.0.1", 0, controller_keys=keys, worker_public_key=self._worker_keys.public
         )
-        Connection(
-            address=self._channel.address,
-            run_id=self.run_id,
-            controller_public_key=keys.public,
-            worker_public_key=self._worker_keys.public,
-            worker_secret_key=self._worker_keys.secret,
-            controller_pid=os.getpid(),
-            controller_started=process_started(os.getpid()),
-            boot_id=boot_id(),
-        ).write(run_dir)
+        Connection.to_this_process(self._channel.address, self.run_id, controller=keys, worker=self._worker_keys).write(
+            run_dir
+        )
         self.ranks: dict[bytes, int] = {}
         self.heartbeats = 0
         self._early = []
