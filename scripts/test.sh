@@ -14,6 +14,6 @@ step() {
 bin=.venv/bin
 step $bin/ruff check .
 step $bin/ruff format --check .
-step $bin/mypy laminar
+step $bin/mypy laminar benchmarks
 step $bin/python -m pytest -q "$@"
 printf '[test %3d s] done\n' "$SECONDS"

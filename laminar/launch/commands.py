@@ -61,17 +61,18 @@ def mpi_directory(run_id: str) -> Path:
     return run_memory.run_directory(run_id) / "mpi"
 
 
-def _relays(config: ExperimentConfig, run_dir: Path, common: dict[str, str], directory: Path) -> Command:
+def mpirun(directory: Path, ranks: int) -> list[str]:
+    """mpirun for one fault-tolerant world on this machine, its own files in `directory`; the program is to follow."""
     flags = ["--with-ft", "ulfm", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     flags += ["--prtemca", "prte_tmpdir_base", str(directory), "--mca", "btl_sm_backing_directory", str(directory)]
+    return [str(find_mpirun() or "mpirun"), *flags, "-n", str(ranks)]
+
+
+def _relays(config: ExperimentConfig, run_dir: Path, common: dict[str, str], directory: Path) -> Command:
+    relay = (sys.executable, "-m", "laminar.workers.relay.main", "--connect", str(run_dir))
     return Command(
         name="mpirun",
-        argv=(
-            str(find_mpirun() or "mpirun"),
-            *flags,
-            *("-n", str(config.relay.count), sys.executable, "-m", "laminar.workers.relay.main"),
-            *("--connect", str(run_dir)),
-        ),
+        argv=(*mpirun(directory, config.relay.count), *relay),
         environment=common,
         workers=tuple(f"relay-{rank}" for rank in range(config.relay.count)),
     )
