@@ -102,7 +102,7 @@ class Controller:
             self.environments.fetch_prompts,
             events,
             max_prompt_tokens=config.data.max_prompt_tokens,
-            low_water=config.trainer.groups_per_step,
+            low_water=max(config.trainer.groups_per_step, groups_at_once(config)),
         )
         self.relays = RelayManager(
             self.registry,
@@ -257,6 +257,11 @@ class Controller:
             f"{len(self.buffer)} groups ready, {self.buffer.in_progress} in progress, "
             f"{self.environments.pending_scores} rewards pending, {len(self.prompts)} prompts at hand; {rollouts}"
         )
+
+
+def groups_at_once(config: ExperimentConfig) -> int:
+    """Groups that all rollouts together can have in flight."""
+    return config.rollout.replicas * max(1, config.rollout.max_running // config.trainer.group_size)
 
 
 async def _service(service: Callable[[], Awaitable[None]]) -> None:
