@@ -42,8 +42,8 @@ class LocalRun:
         self._commands: dict[str, Command] = {}
         self._ending = False
 
-    async def run(self) -> None:
-        """Make the run.
+    async def run(self) -> str:
+        """Make the run; returns how it ended, as one line.
 
         Raises:
             UserError: before anything has started (a taken port), or a worker found the user's input at fault.
@@ -76,6 +76,7 @@ class LocalRun:
                 replace_environment=self._replace_environment,
             )
             await self._run_controller()
+            return self._outcome()
         finally:
             self._ending = True
             forced = await self._launcher.stop(END_LIMIT_S)
@@ -105,6 +106,13 @@ class LocalRun:
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
+
+    def _outcome(self) -> str:
+        made, wanted = self._controller.trainer.step, self._config.trainer.steps
+        if made == wanted:
+            return f"finished: {made} steps"
+        why = "as asked" if self._controller.control.stop_requested.is_set() else "the data has ended"
+        return f"ended after step {made} of {wanted}: {why}"
 
     async def _launch(self) -> None:
         for command in local_commands(self._config, self._run_dir, self._run_id):

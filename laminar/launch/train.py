@@ -45,8 +45,8 @@ def _run(config: ExperimentConfig, directory: RunDirectory) -> int:
     terminal.open()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(LocalRun(config, directory.path, events, terminal).run())
-        terminal.finish("finished")
+            outcome = runner.run(LocalRun(config, directory.path, events, terminal).run())
+        terminal.finish(outcome)
     except Interrupted:
         terminal.finish("stopped at once by the second Ctrl-C")
         return 130

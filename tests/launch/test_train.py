@@ -91,7 +91,7 @@ async def test_a_run_with_two_trainer_ranks_leaves_results_and_nothing_else(star
         assert (checkpoint / "complete.json").exists()
         AutoModelForCausalLM.from_pretrained(checkpoint / "huggingface")
         AutoTokenizer.from_pretrained(checkpoint / "huggingface")
-    for text in ("relay-1", "trainer-1 is ready", "finished", "staleness", "huggingface"):
+    for text in ("relay-1", "trainer-1 is ready", "finished: 3 steps", "staleness", "huggingface"):
         assert text in run.output
 
 
@@ -118,6 +118,7 @@ async def test_a_live_run_answers_its_repl_and_ctrl_c_ends_it_with_a_checkpoint(
     run.process.send_signal(signal.SIGINT)
     assert await run.end() == 0, run.output
     last = run.lines("metrics.jsonl")[-1]["step"]
+    assert f"ended after step {last} of 100000: as asked" in run.output
     assert (run.run_dir / "checkpoints" / f"step-{last:06d}" / "complete.json").exists()
     nothing_left(run)
 
