@@ -89,13 +89,7 @@ class Controller:
             heartbeat_s=config.controller.heartbeat_s,
             silence_limit_s=config.controller.silence_limit_s,
         )
-        self.environments = EnvironmentManager(
-            self.registry,
-            events,
-            reward_timeout_s=config.reward.timeout_s,
-            fetch_timeout_s=config.controller.start_timeout_s,
-            replace=replace_environment,
-        )
+        self.environments = EnvironmentManager(self.registry, events, config, replace=replace_environment)
         self.buffer = ExperienceBuffer(events)
         self.pool = PartialResponsePool()
         self.prompts = PromptPool(
@@ -104,13 +98,7 @@ class Controller:
             max_prompt_tokens=config.data.max_prompt_tokens,
             low_water=max(config.trainer.groups_per_step, groups_at_once(config)),
         )
-        self.relays = RelayManager(
-            self.registry,
-            events,
-            count=config.relay.count,
-            chunk_bytes=int(config.relay.chunk_mib * (1 << 20)),
-            broadcast_timeout_s=config.relay.broadcast_timeout_s,
-        )
+        self.relays = RelayManager(self.registry, events, config)
         self.rollouts = RolloutManager(
             self.registry,
             events,
@@ -120,11 +108,7 @@ class Controller:
             self.buffer,
             schedule,
             self.control,
-            group_size=config.trainer.group_size,
-            max_running=config.rollout.max_running,
-            max_response_tokens=config.rollout.max_response_tokens,
-            answer_limit_s=config.controller.step_timeout_s,
-            seed=config.seed,
+            config,
         )
         self.trainer = TrainerDriver(
             self.registry,
@@ -133,12 +117,8 @@ class Controller:
             self.relays,
             schedule,
             self.control,
-            steps=config.trainer.steps,
-            groups_per_step=config.trainer.groups_per_step,
-            train_last_batch=config.data.last_batch == "train",
-            checkpoint_every=config.trainer.checkpoint_every,
+            config,
             checkpoint_dir=run_dir / "checkpoints",
-            answer_limit_s=config.controller.step_timeout_s,
             data_ended=lambda: self.prompts.ended,
             describe_wait=self._describe_wait,
         )

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from laminar.config.schema import ExperimentConfig
 from laminar.controller.worker_registry import Worker, WorkerRegistry
 from laminar.errors import RunFailed, WorkerLost
 from laminar.observability.events import EventBus, Notice, TrajectoryScored, WorkerReplaced
@@ -37,15 +38,14 @@ class EnvironmentManager:
         self,
         registry: WorkerRegistry,
         events: EventBus,
+        config: ExperimentConfig,
         *,
-        reward_timeout_s: float,
-        fetch_timeout_s: float,
         replace: Callable[[int, str], Awaitable[None]],
     ) -> None:
         self._registry = registry
         self._events = events
-        self._reward_timeout_s = reward_timeout_s
-        self._fetch_timeout_s = fetch_timeout_s
+        self._reward_timeout_s = config.reward.timeout_s
+        self._fetch_timeout_s = config.controller.start_timeout_s
         self._replace = replace
         self._calls: asyncio.Queue[_Call] = asyncio.Queue()
         self._finished: asyncio.Queue[Trajectory] = asyncio.Queue()

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from laminar.config.schema import ExperimentConfig
 from laminar.controller.waiting import within
 from laminar.controller.worker_registry import Worker, WorkerRegistry
 from laminar.errors import RunFailed, WorkerLost
@@ -36,18 +37,16 @@ def store_name(rank: int) -> str:
 class RelayManager:
     """Owns the chain: starts broadcasts one after another, and tells who listens when a relay has a version."""
 
-    def __init__(
-        self, registry: WorkerRegistry, events: EventBus, *, count: int, chunk_bytes: int, broadcast_timeout_s: float
-    ) -> None:
-        self.relays = [Relay(rank=rank) for rank in range(count)]
+    def __init__(self, registry: WorkerRegistry, events: EventBus, config: ExperimentConfig) -> None:
+        self.relays = [Relay(rank=rank) for rank in range(config.relay.count)]
         self.published_version = -1
         self.broadcasting: int | None = None
         self.epoch = 0
         self.on_stored: Callable[[], None] = lambda: None
         self._registry = registry
         self._events = events
-        self._chunk_bytes = chunk_bytes
-        self._timeout_s = broadcast_timeout_s
+        self._chunk_bytes = int(config.relay.chunk_mib * (1 << 20))
+        self._timeout_s = config.relay.broadcast_timeout_s
         self._published = asyncio.Event()
         self._answers: dict[int, asyncio.Future[WeightsStored | BroadcastFailed]] = {}  # by rank
         registry.handle(WeightsStored, self._on_answer)

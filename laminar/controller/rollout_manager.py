@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from laminar.config.schema import ExperimentConfig
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
@@ -60,12 +61,7 @@ class RolloutManager:
         buffer: ExperienceBuffer,
         schedule: Schedule,
         control: RunControl,
-        *,
-        group_size: int,
-        max_running: int,
-        max_response_tokens: int,
-        answer_limit_s: float,
-        seed: int,
+        config: ExperimentConfig,
     ) -> None:
         self.replicas: dict[str, Replica] = {}
         self._registry = registry
@@ -76,11 +72,11 @@ class RolloutManager:
         self._buffer = buffer
         self._schedule = schedule
         self._control = control
-        self._group_size = group_size
-        self._max_running = max_running
-        self._max_response_tokens = max_response_tokens
-        self._limit_s = answer_limit_s
-        self._seed = seed
+        self._group_size = config.trainer.group_size
+        self._max_running = config.rollout.max_running
+        self._max_response_tokens = config.rollout.max_response_tokens
+        self._limit_s = config.controller.step_timeout_s
+        self._seed = config.seed
         self._next_group = 0
         registry.handle(messages.TrajectoryDeltas, self._on_deltas)
         registry.handle(messages.RolloutLoad, self._on_load)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from laminar.config.schema import ExperimentConfig
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.relay_manager import RelayManager
 from laminar.controller.run_control import RunControl
@@ -47,13 +48,9 @@ class TrainerDriver:
         relays: RelayManager,
         schedule: Schedule,
         control: RunControl,
+        config: ExperimentConfig,
         *,
-        steps: int,
-        groups_per_step: int,
-        train_last_batch: bool,
-        checkpoint_every: int,
         checkpoint_dir: Path,
-        answer_limit_s: float,
         data_ended: Callable[[], bool],
         describe_wait: Callable[[], str],
     ) -> None:
@@ -68,12 +65,12 @@ class TrainerDriver:
         self._relays = relays
         self._schedule = schedule
         self._control = control
-        self._steps = steps
-        self._groups_per_step = groups_per_step
-        self._train_last_batch = train_last_batch
-        self._checkpoint_every = checkpoint_every
+        self._steps = config.trainer.steps
+        self._groups_per_step = config.trainer.groups_per_step
+        self._train_last_batch = config.data.last_batch == "train"
+        self._checkpoint_every = config.trainer.checkpoint_every
         self._checkpoint_dir = checkpoint_dir
-        self._limit_s = answer_limit_s
+        self._limit_s = config.controller.step_timeout_s
         self._data_ended = data_ended
         self._describe_wait = describe_wait
         control.on_change.append(buffer.changed.set)

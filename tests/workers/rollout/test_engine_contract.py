@@ -6,7 +6,6 @@ Two replicas of each engine are started once; every test finds both with model a
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +58,6 @@ class Rig:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["torch", "vllm"])
 async def started(request, tmp_path_factory):
-    if importlib.util.find_spec(request.param) is None:
-        pytest.skip(f"{request.param} is not installed")
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp(request.param)
     paths = {name: make_model(folder / name, seed=seed) for name, seed in (("a", 0), ("b", 1))}
