@@ -37,7 +37,7 @@ class LocalRun:
         self._config = config
         self._run_dir = run_dir
         self._terminal = terminal
-        self._run_id = f"{config.name}-{secrets.token_hex(4)}"[-100:]
+        self._run_id = f"{config.name[:60]}-{secrets.token_hex(4)}"
         self._events = events
         self._commands: dict[str, Command] = {}
         self._ending = False
