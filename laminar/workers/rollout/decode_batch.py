@@ -9,6 +9,7 @@ Everything here runs in one thread, which `TorchEngine` owns.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from laminar.workers.rollout import token_sampling
 from laminar.workers.rollout.causal_model import CausalModel
 from laminar.workers.rollout.engine import EngineLoad, EngineSettings, GenerationRequest
 from laminar.workers.rollout.slot_cache import SlotCache
+
+log = logging.getLogger("laminar.rollout")
 
 PREFILL_TOKENS = 8192  # in one forward pass, padding included (a longer prompt goes alone)
 PREFILL_LOGITS = 1 << 26  # elements in one forward pass (256 MiB in float32)
@@ -66,6 +69,13 @@ class DecodeBatch:
             raise UserError(
                 f"a KV cache of {settings.kv_cache_bytes} bytes holds no trajectory of {settings.context_tokens} tokens "
                 f"({row_bytes} bytes each): give the rollout engine a larger KV cache or a shorter context"
+            )
+        if self.slots < settings.max_running:
+            log.warning(
+                "rollout.kv_cache_mib: room for %d trajectories of %d tokens at once, rollout.max_running is %d; the rest "
+                "wait their turn. %d MiB would hold them all",
+                *(self.slots, settings.context_tokens, settings.max_running),
+                -(-settings.max_running * row_bytes // (1 << 20)),
             )
         self.positions = settings.context_tokens
         self.cache = SlotCache(

@@ -165,3 +165,15 @@ async def test_an_error_in_the_thread_reaches_every_stream(engine, monkeypatch):
         assert "no more" in str(result)
     with pytest.raises(RuntimeError, match="no more"):
         await tokens_of(engine, make_request("later", [1]))
+
+
+async def test_a_small_cache_runs_fewer_at_once_and_says_so(tmp_path, caplog, engine):
+    small = TorchEngine(replace(SETTINGS, model_path=str(tmp_path / "a"), kv_cache_bytes=150 << 10))
+    await small.start()
+    assert (
+        "rollout.kv_cache_mib: room for 2 trajectories of 128 tokens at once, rollout.max_running is 4" in caplog.text
+    )
+    requests = [make_request(str(k), [k, 7, 9]) for k in range(4)]
+    fewer = await asyncio.gather(*(tokens_of(small, request) for request in requests))
+    assert fewer == await asyncio.gather(*(tokens_of(engine, request) for request in requests))
+    await small.close()
