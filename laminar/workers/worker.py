@@ -38,7 +38,7 @@ Serve = Callable[["WorkerSession"], Awaitable[None]]
 
 
 class ControllerGone(Exception):
-    """The controller's process ended or has been silent for too long."""
+    """The controller's process ended, has been silent for too long, or has no use for this worker any more."""
 
 
 class WorkerSession:
@@ -53,6 +53,7 @@ class WorkerSession:
         self._channel = channel
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._last_heard = 0.0
+        self._is_ready = False
 
     async def join(self) -> None:
         """Say hello and wait to be let in.
@@ -92,6 +93,7 @@ class WorkerSession:
     async def ready(self, detail: str) -> None:
         """Tell the controller that work can come."""
         log.info("ready: %s", detail)
+        self._is_ready = True
         await self._channel.send(Ready(detail=detail))
 
     async def messages(self) -> AsyncIterator[Any]:
@@ -104,11 +106,17 @@ class WorkerSession:
             yield message
 
     async def receive_forever(self) -> None:
-        """Take messages off the channel; heartbeats are only noted."""
+        """Take messages off the channel; heartbeats are only noted.
+
+        Raises:
+            ControllerGone: told to end before it was ready; what it is loading does not read messages.
+        """
         loop = asyncio.get_running_loop()
         while True:
             message = await self._channel.receive()
             self._last_heard = loop.time()
+            if isinstance(message, Shutdown) and not self._is_ready:
+                raise ControllerGone(f"told to end while starting: {message.reason}")
             if not isinstance(message, Heartbeat):
                 self._inbox.put_nowait(message)
 

@@ -10,6 +10,9 @@ from laminar.workers.worker import run_worker
 
 async def serve(session):
     """Fail, hang or go on, as told by the step number of `PublishWeights`."""
+    if session.config.name == "slow":  # loads for as long as the test lasts, deaf to messages
+        await session.progress("loading")
+        await asyncio.Event().wait()
     await session.ready("obedient")
     async for message in session.messages():
         order = message.policy_version

@@ -93,6 +93,15 @@ async def test_a_worker_that_is_not_wanted_ends(host):
     assert await host.exit_status() == 3
 
 
+async def test_it_ends_when_told_while_it_is_still_starting(host):
+    await host.start()
+    await host.receive(messages.Hello)
+    await host.channel.send(host.peer, replace(WELCOME, config=experiment(name="slow").model_dump_json()))
+    await host.receive(messages.Progress)
+    await host.channel.send(host.peer, messages.Shutdown(reason="enough"))
+    assert await host.exit_status() == 3
+
+
 async def test_a_signal_ends_it_even_with_a_thread_that_hangs(host):
     await host.start()
     await host.admit()
