@@ -63,8 +63,10 @@ class LocalLauncher:
             running.watch.cancel()
             _signal_group(running.process.pid, signal.SIGKILL)
 
-    async def stop(self, limit_s: float) -> list[str]:
+    async def stop(self, limit_s: float, hurry: asyncio.Event | None = None) -> list[str]:
         """Wait for all processes to end by themselves, then SIGTERM, then SIGKILL, each after `limit_s`.
+
+        `hurry` cuts the first of the three short.
 
         Returns the names of those that had to be signalled. Processes of this run that escaped their groups are killed.
         """
@@ -82,7 +84,8 @@ class LocalLauncher:
                 for task in pending:
                     _signal_group(waits[task].process.pid, number)
                 forced += [task.get_name() for task in pending if task.get_name() not in forced]
-            _, pending = await asyncio.wait(pending, timeout=limit_s)
+            await _ended_or(hurry if number is None else None, pending, limit_s)
+            pending = {task for task in pending if not task.done()}
         for entry in running:
             _signal_group(entry.process.pid, signal.SIGKILL)  # what a dead group leader left behind
         for pid in processes_of_run(self._run_id):
@@ -111,6 +114,16 @@ class LocalLauncher:
         except Exception as error:  # ends the run: the controller awaits `failure`
             if not self.failure.done():
                 self.failure.set_exception(error)
+
+
+async def _ended_or(event: asyncio.Event | None, tasks: set[asyncio.Task[int]], limit_s: float) -> None:
+    """Wait until all tasks are done, the event is set, or the limit has passed."""
+    waits: set[asyncio.Task[object]] = {asyncio.create_task(asyncio.wait(tasks), name="processes end")}
+    if event is not None:
+        waits.add(asyncio.create_task(event.wait(), name="hurry"))
+    await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 def _signal_group(pid: int, number: int) -> None:

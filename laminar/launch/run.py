@@ -41,6 +41,7 @@ class LocalRun:
         self._events = events
         self._commands: dict[str, Command] = {}
         self._ending = False
+        self._hurry = asyncio.Event()  # the person asked twice: wait for nothing
 
     async def run(self) -> str:
         """Make the run; returns how it ended, as one line.
@@ -79,7 +80,7 @@ class LocalRun:
             return self._outcome()
         finally:
             self._ending = True
-            forced = await self._launcher.stop(END_LIMIT_S)
+            forced = await self._launcher.stop(END_LIMIT_S, self._hurry)
             for name in forced:
                 self._events.emit(Notice(level="warning", text=f"{name} did not end by itself and was stopped"))
             channel.close()
@@ -92,20 +93,16 @@ class LocalRun:
         main = asyncio.create_task(self._controller.run(self._launch, services), name="controller")
         main.add_done_callback(self._on_end)
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM):  # stays to the very end: nothing may cut the clean-up short
             loop.add_signal_handler(number, self._on_interrupt, main)
-        try:
-            await asyncio.wait([main, self._launcher.failure], return_when=asyncio.FIRST_COMPLETED)
-            if self._launcher.failure.done():
-                main.cancel()
-                await asyncio.wait([main])
-                self._launcher.failure.result()
-            if main.cancelled():
-                raise Interrupted
-            main.result()
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+        await asyncio.wait([main, self._launcher.failure], return_when=asyncio.FIRST_COMPLETED)
+        if self._launcher.failure.done():
+            main.cancel()
+            await asyncio.wait([main])
+            self._launcher.failure.result()
+        if main.cancelled():
+            raise Interrupted
+        main.result()
 
     def _outcome(self) -> str:
         made, wanted = self._controller.trainer.step, self._config.trainer.steps
@@ -127,7 +124,8 @@ class LocalRun:
         self._ending = True
 
     def _on_interrupt(self, main: asyncio.Task[None]) -> None:
-        if self._controller.control.stop_requested.is_set():
+        if self._ending or self._controller.control.stop_requested.is_set():
+            self._hurry.set()
             main.cancel()
             return
         text = "stopping after the current step, with a checkpoint; Ctrl-C again stops now"
