@@ -1,7 +1,8 @@
 """Prompt, group and trajectory: what the controller keeps of everything that is generated.
 
-Invariants: a trajectory has one `policy_version` for all its tokens, fixed when its generation starts; a lease number
-grows with every assignment to a rollout, so that what an earlier assignment still sends can be told apart and dropped.
+Invariants: a trajectory has one `policy_version` for all its tokens, fixed when its generation starts (under the schedule
+`partial` it goes on with newer ones, and `versions` says from which token); a lease number grows with every assignment to
+a rollout, so that what an earlier assignment still sends can be told apart and dropped.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ class TrajectoryState(enum.Enum):
 
     QUEUED = "queued"
     GENERATING = "generating"
+    MIGRATING = "migrating"
+    ORPHANED = "orphaned"
     FINISHED = "finished"
     SCORED = "scored"
     BUFFERED = "buffered"
@@ -33,13 +36,25 @@ class TrajectoryState(enum.Enum):
 ALLOWED_TRANSITIONS: dict[TrajectoryState, frozenset[TrajectoryState]] = {
     TrajectoryState.QUEUED: frozenset({TrajectoryState.GENERATING, TrajectoryState.EVICTED}),
     TrajectoryState.GENERATING: frozenset(
-        {TrajectoryState.FINISHED, TrajectoryState.QUEUED, TrajectoryState.FAILED, TrajectoryState.EVICTED}
+        {
+            TrajectoryState.FINISHED,
+            TrajectoryState.MIGRATING,
+            TrajectoryState.ORPHANED,
+            TrajectoryState.FAILED,
+            TrajectoryState.EVICTED,
+        }
+    ),
+    TrajectoryState.MIGRATING: frozenset(
+        {TrajectoryState.GENERATING, TrajectoryState.FINISHED, TrajectoryState.ORPHANED, TrajectoryState.EVICTED}
+    ),
+    TrajectoryState.ORPHANED: frozenset(
+        {TrajectoryState.GENERATING, TrajectoryState.FINISHED, TrajectoryState.QUEUED, TrajectoryState.EVICTED}
     ),
     TrajectoryState.FINISHED: frozenset({TrajectoryState.SCORED, TrajectoryState.FAILED, TrajectoryState.EVICTED}),
     TrajectoryState.SCORED: frozenset({TrajectoryState.BUFFERED, TrajectoryState.EVICTED}),
     TrajectoryState.BUFFERED: frozenset({TrajectoryState.TRAINING, TrajectoryState.EVICTED}),
     TrajectoryState.TRAINING: frozenset({TrajectoryState.CONSUMED, TrajectoryState.BUFFERED}),
-    TrajectoryState.CONSUMED: frozenset(),
+    TrajectoryState.CONSUMED: frozenset({TrajectoryState.BUFFERED}),  # the trainer lost the step
     TrajectoryState.EVICTED: frozenset(),
     TrajectoryState.FAILED: frozenset(),
 }
@@ -66,6 +81,7 @@ class Trajectory:
     prompt: Prompt
     state: TrajectoryState = TrajectoryState.QUEUED
     policy_version: int | None = None  # fixed when generation starts
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (version, index of its first token), in order
     lease: int = 0
     rollout: str | None = None  # name of the replica that has it, or had it last
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)  # pieces of int32 [T]
@@ -77,6 +93,7 @@ class Trajectory:
     started_at: float | None = None  # seconds on the controller's clock
     finished_at: float | None = None
     step: int | None = None  # the step that consumed it
+    staleness: int | None = None  # versions published between its start and its training
 
     def move_to(self, state: TrajectoryState) -> None:
         """Change state along an allowed arrow.
@@ -97,6 +114,13 @@ class Trajectory:
         self.token_ids.append(token_ids)
         self.logprobs.append(logprobs)
         self.num_tokens += int(token_ids.shape[0])
+
+    def forget_tokens(self) -> None:
+        """Start over: the version that made the tokens is gone. `policy_version` stays until the next lease."""
+        self.token_ids.clear()
+        self.logprobs.clear()
+        self.versions.clear()
+        self.num_tokens = 0
 
     def response_token_ids(self) -> NDArray[np.int32]:
         """All generated token ids, int32 [T]."""

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from laminar.config.schema import ExperimentConfig
+from laminar.config.schema import BufferConfig, ExperimentConfig
+from laminar.controller.checkpoints import Checkpoints
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
 from laminar.controller.relay_manager import Relay
-from laminar.controller.rollout_manager import Replica
+from laminar.controller.replica import Replica
 from laminar.controller.run_control import RunControl
 from laminar.controller.state_clock import StateClock
 from laminar.controller.worker_registry import Worker
@@ -131,8 +132,7 @@ class HandTrainer:
     clock: StateClock
     step: int = 3
     policy_version: int = 3
-    last_checkpoint: str | None = None
-    failed_checkpoint: str | None = None
+    checkpoints: Checkpoints = field(default_factory=lambda: Checkpoints(None, None, Path("none"), limit_s=1.0))
 
 
 class HandView:
@@ -147,10 +147,10 @@ class HandView:
         self.registry = HandRegistry()
         for kind, index, pid in (("trainer", 0, 11), ("relay", 0, 21), ("relay", 1, 22), ("rollout", 0, 31)):
             self.registry.add(kind, index, pid)
-        self.relays = HandRelays(relays=[Relay(rank=0, stored_version=3), Relay(rank=1, stored_version=2)])
+        self.relays = HandRelays(relays=[Relay(rank=0, keep=2, versions=[2, 3]), Relay(rank=1, keep=2, versions=[2])])
         self.rollouts = HandRollouts()
         self.trainer = HandTrainer(clock=StateClock("trajectories", self.now))
-        self.buffer = ExperienceBuffer(self.events)
+        self.buffer = ExperienceBuffer(self.events, BufferConfig())
         self.pool = PartialResponsePool()
         self.prompts = PromptPool(_no_prompts, self.events, max_prompt_tokens=64, low_water=4)
         self.control = RunControl()
@@ -169,12 +169,12 @@ class HandView:
         for group in (ready, half):
             self.buffer.admit(group)
             self.history |= {member.trajectory_id: member for member in group.trajectories}
-        self.buffer.complete(ready)
+        self.buffer.complete(ready, published_version=3)
         running = half.trajectories[1]
         running.state, running.reward, running.finish_reason = TrajectoryState.QUEUED, None, None
         running.finished_at = None
         self.pool.lease(running, rollout="rollout-1", policy_version=3, now=100.0)
-        self.rollouts.replicas["rollout-1"].in_flight.add(running.trajectory_id)
+        self.rollouts.replicas["rollout-1"].in_flight[running.trajectory_id] = running
         self.now.now = 106.0
 
 

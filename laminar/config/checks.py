@@ -35,7 +35,8 @@ def check_config(config: ExperimentConfig) -> None:
         UserError: one text with every contradiction.
     """
     raise_problems(
-        f"experiment {config.name}", [*_batch(config), *_prompts(config), *_reward(config), *_limits(config)]
+        f"experiment {config.name}",
+        [*_batch(config), *_prompts(config), *_reward(config), *_limits(config), *_repack(config)],
     )
 
 
@@ -100,6 +101,21 @@ def _batch(config: ExperimentConfig) -> Iterator[str]:
         yield (
             f"data.source.prompts: {prompts}; with {config.data.epochs} epochs they do not fill one step of "
             f"{trainer.groups_per_step} groups and data.last_batch is `drop`: nothing would be trained; give more prompts"
+        )
+
+
+def _repack(config: ExperimentConfig) -> Iterator[str]:
+    if not config.repack.enabled:
+        return
+    if config.schedule.name == "partial":
+        yield (
+            "repack.enabled: true; under schedule.name: partial no rollout is ever held by stragglers, because all are "
+            "interrupted for new weights; set it to false"
+        )
+    if config.repack.batch_bound > config.rollout.max_running:
+        yield (
+            f"repack.batch_bound: {config.repack.batch_bound}; expected at most rollout.max_running "
+            f"({config.rollout.max_running}), what a replica decodes at once; lower it or raise that"
         )
 
 

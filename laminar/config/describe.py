@@ -69,9 +69,9 @@ def tag_of(section: type[Section]) -> str | None:
     return str(typing.get_args(field.annotation)[0])
 
 
-def sections_at(path: Path, data: object) -> list[type[Section]]:
+def sections_at(path: Path, data: object, root: type[Section] = ExperimentConfig) -> list[type[Section]]:
     """The sections that may hold the keys at `path`; `data`, the whole configuration, decides between tagged ones."""
-    found: list[type[Section]] = [ExperimentConfig]
+    found: list[type[Section]] = [root]
     for part in path:
         data = _child(data, part)
         if isinstance(part, int):
@@ -87,7 +87,7 @@ def sections_at(path: Path, data: object) -> list[type[Section]]:
     return found
 
 
-def field_at(path: Path, data: object) -> tuple[FieldInfo, int] | None:
+def field_at(path: Path, data: object, root: type[Section] = ExperimentConfig) -> tuple[FieldInfo, int] | None:
     """The field of a key, or of the nearest key above it (an entry of a free mapping, an element of a list), and how
     many parts of the path lead to it.
     """
@@ -95,15 +95,15 @@ def field_at(path: Path, data: object) -> tuple[FieldInfo, int] | None:
         name = path[end - 1]
         if not isinstance(name, str):
             continue
-        for section in sections_at(path[: end - 1], data):
+        for section in sections_at(path[: end - 1], data, root):
             if name in section.model_fields:
                 return section.model_fields[name], end
     return None
 
 
-def all_keys() -> Iterator[str]:
+def all_keys(root: type[Section] = ExperimentConfig) -> Iterator[str]:
     """Every dotted key of the schema; elements of lists are left out."""
-    yield from _keys(ExperimentConfig, "")
+    yield from _keys(root, "")
 
 
 def _keys(section: type[Section], prefix: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -27,10 +27,12 @@ from laminar.config.describe import (
 )
 from laminar.config.overrides import apply_overrides
 from laminar.config.problems import raise_problems
-from laminar.config.schema import ExperimentConfig
-from laminar.config.yaml_file import read_yaml
+from laminar.config.schema import ExperimentConfig, Section
+from laminar.config.yaml_file import EXPERIMENT, FileKind, read_yaml
 
 SHOWN_CHARACTERS = 80  # of a wrong value
+
+Root = TypeVar("Root", bound=Section)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -41,24 +43,33 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     Raises:
         UserError: the file, an override or a value is wrong; one text with every mistake.
     """
-    data: dict[str, Any] = read_yaml(Path(path))
+    return load_section(ExperimentConfig, EXPERIMENT, path, overrides)
+
+
+def load_section(root: type[Root], kind: FileKind, path: str | Path, overrides: Sequence[str] = ()) -> Root:
+    """The same for a file of another kind, whose top level is the section `root`.
+
+    Raises:
+        UserError: as `load_config`.
+    """
+    data: dict[str, Any] = read_yaml(Path(path), kind)
     apply_overrides(data, overrides)
     try:
         # Through JSON, because pydantic's strict mode then takes a list for a tuple, and nothing else that is loose.
-        return ExperimentConfig.model_validate_json(json.dumps(data), strict=True)
+        return root.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False)
-        messages = [_message(detail, data, str(path), overrides) for detail in details]
+        details = _deepest(error.errors(include_url=False, include_context=False), data)
+        messages = [_message(detail, data, str(path), overrides, root) for detail in details]
         raise_problems(str(path), list(dict.fromkeys(messages)))
         raise  # not reached: a ValidationError has errors
 
 
-def _message(detail: ErrorDetails, data: object, file: str, overrides: Sequence[str]) -> str:
+def _message(detail: ErrorDetails, data: object, file: str, overrides: Sequence[str], root: type[Section]) -> str:
     """One mistake: the key, the value, what was expected, what to do."""
-    path = _path(detail["loc"], data)
+    path = _path(detail["loc"], data, absent=detail["type"] == "missing")
     if detail["type"] == "extra_forbidden":
-        return f"{dotted(path)}: unknown key; {_nearest_key(path, data)}"
-    found = field_at(path, data)
+        return f"{dotted(path)}: unknown key; {_nearest_key(path, data, root)}"
+    found = field_at(path, data, root)
     value, missing = detail["input"], detail["type"] == "missing"
     if missing and isinstance(path[-1], int):  # a list that is too short: the list is the mistake
         path, missing = path[:-1], False
@@ -68,7 +79,7 @@ def _message(detail: ErrorDetails, data: object, file: str, overrides: Sequence[
         expected = _with_article(expected_text(field, element=len(path) > depth))
         about = f" ({meaning(field).rstrip('.')})"
     if detail["type"].startswith("union_tag"):
-        key, expected, about = f"{key}.type", _tags(path, data), ""
+        key, expected, about = f"{key}.type", _tags(path, data, root), ""
         missing = not isinstance(value, Mapping) or "type" not in value
         value = None if missing else value["type"]
     if missing:
@@ -87,12 +98,12 @@ def _with_article(text: str) -> str:
     return f"an {text}" if text.startswith("integer") else text
 
 
-def _path(location: Sequence[str | int], data: object) -> list[str | int]:
-    """Pydantic's location without what is no key of the file: tags of unions and types that were tried."""
+def _path(location: Sequence[str | int], data: object, *, absent: bool) -> list[str | int]:
+    """Pydantic's location without what is no key of the file (tags of unions, types that were tried); `absent`: its last is none."""
     path: list[str | int] = []
     for position, part in enumerate(location):
         last = position == len(location) - 1
-        if isinstance(data, Mapping) and (last or part in data):
+        if isinstance(data, Mapping) and ((last and absent) or part in data):
             data = data.get(part)
         elif isinstance(data, list) and isinstance(part, int):
             data = data[part] if part < len(data) else None
@@ -102,20 +113,20 @@ def _path(location: Sequence[str | int], data: object) -> list[str | int]:
     return path
 
 
-def _nearest_key(path: Sequence[str | int], data: object) -> str:
+def _nearest_key(path: Sequence[str | int], data: object, root: type[Section]) -> str:
     """Hint for an unknown key: the nearest one beside it, the same name elsewhere, or what the section has."""
     name = str(path[-1])
-    known = [key for section in sections_at(path[:-1], data) for key in section.model_fields]
+    known = [key for section in sections_at(path[:-1], data, root) for key in section.model_fields]
     if near := difflib.get_close_matches(name, known, n=1):
         return f"did you mean {dotted([*path[:-1], near[0]])}?"
-    if elsewhere := [key for key in all_keys() if key.rpartition(".")[2] == name and key != dotted(path)]:
+    if elsewhere := [key for key in all_keys(root) if key.rpartition(".")[2] == name and key != dotted(path)]:
         return f"did you mean {elsewhere[0]}?"
     where = dotted(path[:-1]) or "the top level"
     return f"{where} has the keys {', '.join(dict.fromkeys(known))}"
 
 
-def _tags(path: Sequence[str | int], data: object) -> str:
-    found = field_at(path, data)
+def _tags(path: Sequence[str | int], data: object, root: type[Section]) -> str:
+    found = field_at(path, data, root)
     return " or ".join(f"`{tag}`" for tag in _tag_names(found[0].annotation if found else None))
 
 
@@ -131,7 +142,7 @@ def _sets(override: str, key: str) -> bool:
     return key == written or key.startswith(f"{written}.")
 
 
-def to_yaml(config: ExperimentConfig) -> str:
+def to_yaml(config: Section) -> str:
     """The resolved config as YAML, in the schema's order; loads back to an equal config."""
     text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     return text

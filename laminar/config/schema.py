@@ -118,6 +118,10 @@ class RolloutConfig(Section):
     """How often a replica sends what its trajectories gained; a finish is sent at once. Seconds."""
     threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads per replica."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """How often a lost replica is started anew before the run goes on without it."""
+    on_lost_version: Literal["regenerate", "wait"] = "regenerate"
+    """Trajectories of a lost replica whose version no replica serves and no relay holds any more: generate them anew with the newest version, or wait for that version."""
 
 
 class RelayConfig(Section):
@@ -173,6 +177,8 @@ class TrainerConfig(Section):
     """Recompute activations in the backward pass to save memory."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0 writes only the final one."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """How often in a row lost ranks are started anew from the newest checkpoint without a step made between; needs `checkpoint_every`."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """Complete checkpoints that are kept; the oldest go first."""
     threads: Annotated[int, Field(ge=1)] = 1
@@ -197,12 +203,40 @@ class AlgorithmConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """How generation and training are interleaved."""
+    """How generation and training are interleaved; `docs/schedules.md` says what waits for what under each."""
 
-    name: Literal["laminar"] = "laminar"
-    """`laminar`: trajectory-level asynchrony."""
-    max_staleness: Annotated[int, Field(ge=0)] = 4
-    """No trajectory is trained that is more versions old than this; enforced by admission, nothing is thrown away."""
+    name: Literal["laminar", "synchronous", "one_step", "stream", "partial"] = "laminar"
+    """`laminar`: every trajectory on its own. `synchronous`: generate a batch, train on it, sync weights. `one_step`: train on an earlier batch while one is generated, sync between batches. `stream`: the same, and what has finished first goes to the first mini-batches. `partial`: interrupt all trajectories for each new version and go on with it (mixes versions)."""
+    max_staleness: Annotated[int, Field(ge=0)] | Literal["unbounded"] | None = None
+    """No trajectory is trained that is more versions old than this; enforced by admission, nothing is thrown away. null takes the schedule's own: 4 for `laminar` and `partial`, 1 for `one_step` and `stream`, 0 for `synchronous`. `unbounded` (`laminar`, `partial`) lets staleness follow from latency alone."""
+    on_stale: Literal["drop", "train"] = "drop"
+    """What to do with groups that cannot be trained within `max_staleness` any more, which happens only after the trainer lost steps: leave them out, counted by length, or train on them all the same."""
+
+
+class BufferConfig(Section):
+    """The experience buffer: which complete groups are trained first, and which are evicted."""
+
+    strategy: str = "fifo"
+    """`fifo` (in order of admission), `freshest` (newest version first), `staleness_weighted` (drawn at random, by `half_life`), or a dotted path `package.module:function`. `schedule.max_staleness` holds under each."""
+    half_life: Annotated[float, Field(gt=0)] = 1.0
+    """`staleness_weighted`: versions of staleness that halve a group's weight."""
+    capacity: Annotated[int | None, Field(ge=1)] = None
+    """Complete groups that are kept at most; the oldest go first, and others are generated in their place. null keeps all."""
+    max_age: Annotated[int | None, Field(ge=0)] = None
+    """Complete groups that are more versions old than this are evicted. null keeps all."""
+
+
+class RepackConfig(Section):
+    """Emptying rollouts that hold only stragglers, so that they can take new weights (the paper, section 5)."""
+
+    enabled: bool = False
+    """Move unfinished trajectories of draining rollouts onto a few of the same version."""
+    interval_s: Annotated[float, Field(gt=0)] = 5.0
+    """How often each rollout is asked for its load, in seconds."""
+    kv_ceiling: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """C_max: no target is filled above this KV utilization."""
+    batch_bound: Annotated[int, Field(ge=1)] = 64
+    """B: trajectories up to which a larger batch costs no latency; rollouts with fewer may be emptied, none is filled above it."""
 
 
 class ControllerConfig(Section):
@@ -250,5 +284,7 @@ class ExperimentConfig(Section):
     trainer: TrainerConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    buffer: BufferConfig = BufferConfig()
+    repack: RepackConfig = RepackConfig()
     controller: ControllerConfig = ControllerConfig()
     launch: LaunchConfig = LaunchConfig()

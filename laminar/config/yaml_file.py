@@ -7,12 +7,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from laminar.errors import UserError
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FileKind:
+    """What a file should hold, in the words of an error message."""
+
+    what: str
+    folder: str  # with examples
+    example: str  # the shortest
+    keys: str  # some of the top level
+
+
+EXPERIMENT = FileKind(
+    what="an experiment config",
+    folder="configs/",
+    example="configs/quickstart.yaml",
+    keys="name, model, data, trainer",
+)
 
 
 class _Loader(yaml.SafeLoader):
@@ -52,7 +71,7 @@ def parse_value(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, kind: FileKind = EXPERIMENT) -> dict[str, Any]:
     """The mapping that a configuration file holds.
 
     Raises:
@@ -61,7 +80,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; expected an experiment config in YAML (examples: configs/)") from None
+        raise UserError(f"{path}: no such file; expected {kind.what} in YAML (examples: {kind.folder})") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
     except OSError as error:
@@ -71,11 +90,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise UserError(f"{path}{yaml_problem(error)}") from None
     if data is None:
-        raise UserError(f"{path}: empty; expected an experiment config (the shortest example: configs/quickstart.yaml)")
+        raise UserError(f"{path}: empty; expected {kind.what} (the shortest example: {kind.example})")
     if not isinstance(data, dict):
-        raise UserError(
-            f"{path}: holds a {_kind(data)}; expected a mapping with the keys name, model, data, trainer, ..."
-        )
+        raise UserError(f"{path}: holds a {_kind(data)}; expected a mapping with the keys {kind.keys}, ...")
     return data
 
 

@@ -22,18 +22,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from laminar.config.schema import ExperimentConfig
+from laminar.controller.checkpoints import Checkpoints
 from laminar.controller.environment_manager import EnvironmentManager
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
 from laminar.controller.relay_manager import MASTER, RelayManager, store_name
-from laminar.controller.rollout_manager import RolloutManager
+from laminar.controller.repacker import Repacker
+from laminar.controller.rollout_driver import RolloutDriver
+from laminar.controller.rollout_manager import Live, RolloutManager
 from laminar.controller.run_control import RunControl
-from laminar.controller.schedules.laminar import LaminarSchedule
+from laminar.controller.schedules.make_schedule import make_schedule
 from laminar.controller.step_metrics import StepMetrics
 from laminar.controller.trainer_driver import TrainerDriver
 from laminar.controller.worker_registry import WorkerRegistry
@@ -65,9 +69,16 @@ class Controller:
         run_id: str,
         run_dir: Path,
         expected_workers: list[str],
-        replace_environment: Callable[[int, str], Awaitable[None]],
+        restart: Callable[[str, str], Awaitable[None]],
+        relays_come_back: bool = False,
     ) -> None:
-        """Make it inside the loop that will run it."""
+        """Make it inside the loop that will run it.
+
+        Args:
+            restart: starts a lost worker anew, by its name ("rollout-3", "trainer" for all ranks) and the reason;
+                raises WorkerLost if it cannot.
+            relays_come_back: whoever starts the relays brings a lost one back; else losing one ends the run.
+        """
         self.config = config
         self.events = events
         self.run_id = run_id
@@ -76,11 +87,8 @@ class Controller:
         self.started_at = self.now()
         self.history: OrderedDict[str, Trajectory] = OrderedDict()
         self.control = RunControl()
-        schedule = LaminarSchedule(
-            groups_per_step=config.trainer.groups_per_step,
-            max_staleness=config.schedule.max_staleness,
-            steps=config.trainer.steps,
-        )
+        schedule = make_schedule(config)
+        limit_s = config.controller.step_timeout_s
         self.registry = WorkerRegistry(
             channel,
             events,
@@ -89,9 +97,11 @@ class Controller:
             heartbeat_s=config.controller.heartbeat_s,
             silence_limit_s=config.controller.silence_limit_s,
         )
-        self.environments = EnvironmentManager(self.registry, events, config, replace=replace_environment)
-        self.buffer = ExperienceBuffer(events)
-        self.pool = PartialResponsePool()
+        self.environments = EnvironmentManager(
+            self.registry, events, config, on_scored=self._on_scored, restart=restart
+        )
+        self.buffer = ExperienceBuffer(events, config.buffer)
+        self.pool = PartialResponsePool(mixes_versions=schedule.interrupts)
         self.prompts = PromptPool(
             self.environments.fetch_prompts,
             events,
@@ -109,7 +119,10 @@ class Controller:
             schedule,
             self.control,
             config,
+            restart=restart,
         )
+        self.driver = RolloutDriver(self.rollouts, self.registry, events, limit_s=limit_s)
+        self.repacker = Repacker(self.rollouts, self.driver, self.registry, events, config.repack, limit_s=limit_s)
         self.trainer = TrainerDriver(
             self.registry,
             events,
@@ -117,10 +130,11 @@ class Controller:
             self.relays,
             schedule,
             self.control,
+            Checkpoints(self.registry, events, run_dir / "checkpoints", limit_s=limit_s),
             config,
-            checkpoint_dir=run_dir / "checkpoints",
             data_ended=lambda: self.prompts.ended,
             describe_wait=self._describe_wait,
+            restart=restart,
         )
         self.metrics = StepMetrics(
             events,
@@ -129,8 +143,10 @@ class Controller:
             rollout_clocks=lambda: {name: replica.clock for name, replica in self.rollouts.replicas.items()},
             gauges=self._gauges,
         )
-        self.relays.on_stored = self.rollouts.wake_all
-        self.prompts.on_filled = self._on_prompts
+        if relays_come_back:
+            self.relays.tolerate_losses()
+        self.relays.on_stored = self._wake
+        self.prompts.on_filled = self._wake
         self.control.on_change.append(self.rollouts.wake_all)
         events.subscribe(lambda _: self.rollouts.wake_all(), StepFinished, GroupDropped)
         events.subscribe(lambda event: self._remember(event.trajectory), TrajectoryStarted)
@@ -161,29 +177,43 @@ class Controller:
                 )
                 stopped = group.create_task(self.control.stop_requested.wait(), name="wait for a stop")
                 await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)
+                living: dict[asyncio.Task[None], None] = {}
                 if ready.done():
-                    background += self._start_drivers(group)
+                    background += self._start_drivers(group, living)
                     await self.trainer.run()
-                for task in (*background, ready, stopped):
+                for task in (*background, *living, ready, stopped):
                     task.cancel()
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
         finally:
             await self.registry.send_all(Shutdown(reason="the run has ended"))
 
-    def _start_drivers(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """One task per part of the picture; all end by cancellation at the end of the run."""
+    def _start_drivers(
+        self, group: asyncio.TaskGroup, living: dict[asyncio.Task[None], None]
+    ) -> list[asyncio.Task[None]]:
+        """One task per part of the picture; all end by cancellation at the end of the run.
+
+        `living` holds the tasks of the rollouts that are there at the moment.
+        """
         self.metrics.start()
         tasks = [
             group.create_task(self.prompts.fill_forever(), name="prompt pool"),
             group.create_task(self.relays.broadcast_forever(), name="relay manager"),
-            group.create_task(self.environments.score_forever(self._on_scored), name="rewards"),
         ]
         for name in self.registry.names("environment"):
             tasks.append(group.create_task(self.environments.work_forever(name), name=f"calls of {name}"))
-        for name in self.registry.names("rollout"):
-            replica = self.rollouts.add(self.registry.workers[name])
-            tasks.append(group.create_task(self.rollouts.drive(replica), name=f"driver of {name}"))
+        lives: list[Live] = [self.driver.drive]
+        if self.config.repack.enabled:
+            lives.append(self.repacker.poll_forever)
+            tasks.append(group.create_task(self.repacker.repack_forever(), name="repacker"))
+
+        def spawn(life: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+            task = group.create_task(life, name=name)
+            living[task] = None
+            task.add_done_callback(living.pop)
+            return task
+
+        self.rollouts.start(spawn, lives)
         return tasks
 
     def _welcome(self, kind: WorkerKind, index: int) -> Welcome:
@@ -195,9 +225,10 @@ class Controller:
             store=stores.get(kind, ""),
         )
 
-    def _on_prompts(self) -> None:
+    def _wake(self) -> None:
+        """Prompts have come or ended, or a relay has come, gone, or stored a version."""
         self.rollouts.wake_all()
-        self.buffer.changed.set()  # the data may have ended
+        self.buffer.changed.set()
 
     def _on_scored(self, trajectory: Trajectory) -> None:
         """A member of a group has its reward, or never will."""
@@ -212,7 +243,7 @@ class Controller:
             self.events.emit(Notice(level="warning", text=f"dropped group {group.group_id}: {trajectory.error}"))
             self.buffer.drop(group, trajectory.error)
         elif all(member.state is TrajectoryState.SCORED for member in group.trajectories):
-            self.buffer.complete(group)
+            self.buffer.complete(group, published_version=self.trainer.policy_version)
 
     def _remember(self, trajectory: Trajectory) -> None:
         self.history[trajectory.trajectory_id] = trajectory

@@ -1,30 +1,36 @@
 """Admitted groups until they are trained: which are complete, which are still on their way.
 
-Invariants: a group is admitted once and leaves once (trained or dropped); only whole groups are handed out.
+Invariants: a group is admitted once and leaves once (trained or dropped), unless the trainer loses the step that consumed
+it; only whole groups are handed out; every drop has a reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterator
 
+from laminar.config.schema import BufferConfig
+from laminar.controller.buffer_strategies import evictions
 from laminar.controller.schedules.schedule import ReadyGroup, Schedule
-from laminar.observability.events import EventBus, GroupCompleted, GroupDropped
+from laminar.observability.events import EventBus, GroupCompleted, GroupDropped, GroupsReturned
 from laminar.trajectory import Group, TrajectoryState
 
 
 class ExperienceBuffer:
     """Groups by state; `changed` is set whenever a batch may have become possible."""
 
-    def __init__(self, events: EventBus) -> None:
+    def __init__(self, events: EventBus, config: BufferConfig) -> None:
         self.admitted = 0  # ever, less the dropped ones
         self.dropped = 0
         self.trained = 0
+        self.lost_steps = 0  # versions published for steps that the trainer has lost since
         self.changed = asyncio.Event()
         self._events = events
+        self._config = config
+        self._completed = 0
         self._outstanding: dict[int, Group] = {}  # admitted, not trained or dropped
-        self._ready: dict[int, Group] = {}  # those of them that are complete
+        self._ready: dict[int, ReadyGroup] = {}  # those of them that are complete
+        self._versions: dict[int, int] = {}  # outstanding group -> version
 
     def __len__(self) -> int:
         return len(self._ready)
@@ -33,13 +39,18 @@ class ExperienceBuffer:
         return iter(self._outstanding.values())
 
     @property
+    def outstanding(self) -> int:
+        """Groups that are admitted and not trained or dropped."""
+        return len(self._outstanding)
+
+    @property
     def in_progress(self) -> int:
         """Groups that are admitted and not complete."""
         return len(self._outstanding) - len(self._ready)
 
     def ready_groups(self) -> list[Group]:
         """Complete groups, in order of completion."""
-        return list(self._ready.values())
+        return [self._outstanding[group_id] for group_id in self._ready]
 
     def get(self, group_id: int) -> Group | None:
         """An outstanding group."""
@@ -48,21 +59,46 @@ class ExperienceBuffer:
     def admit(self, group: Group) -> None:
         """A group starts on a rollout; its policy version is known."""
         self._outstanding[group.group_id] = group
+        self._versions[group.group_id] = _version(group)
         self.admitted += 1
 
-    def complete(self, group: Group) -> None:
-        """All members are scored."""
+    def complete(self, group: Group, *, published_version: int) -> None:
+        """All members are scored. What the buffer may not keep any more is evicted."""
         for trajectory in group.trajectories:
             trajectory.move_to(TrajectoryState.BUFFERED)
-        self._ready[group.group_id] = group
+        self._make_ready(group)
         self._events.emit(GroupCompleted(group=group))
+        self.evict(published_version)
         self.changed.set()
+
+    def evict(self, published_version: int) -> None:
+        """Leave out complete groups by `buffer.capacity` and `buffer.max_age`."""
+        if self._config.capacity is None and self._config.max_age is None:
+            return
+        ready = list(self._ready.values())
+        for group_id, reason in evictions(
+            ready,
+            published_version=published_version,
+            capacity=self._config.capacity,
+            max_age=self._config.max_age,
+        ):
+            self.drop(self._outstanding[group_id], reason)
+
+    def drop_stale(self, schedule: Schedule, published_version: int) -> None:
+        """Leave out the groups that cannot be trained within `schedule.max_staleness` any more."""
+        outstanding = [(group_id, _version(g), group_id in self._ready) for group_id, g in self._outstanding.items()]
+        for group_id in schedule.stale(outstanding, published_version=published_version):
+            group = self._outstanding[group_id]
+            reason = (
+                f"too stale after the trainer lost steps: version {group.policy_version}, trainer {published_version}"
+            )
+            self.drop(group, f"{reason} (schedule.on_stale)")
 
     def drop(self, group: Group, reason: str) -> None:
         """A group will not be trained; its place may be taken by another."""
         if self._outstanding.pop(group.group_id, None) is None:
             return
-        self._ready.pop(group.group_id, None)
+        self._forget(group)
         self.admitted -= 1
         self.dropped += 1
         for trajectory in group.trajectories:
@@ -71,17 +107,26 @@ class ExperienceBuffer:
         self._events.emit(GroupDropped(group=group, reason=reason))
         self.changed.set()
 
-    def take_batch(self, schedule: Schedule, *, published_version: int, no_more_groups: bool) -> list[Group] | None:
-        """The next step's groups, in order of admission, now TRAINING; None if the schedule wants to wait."""
-        ready = [ReadyGroup(group_id=group.group_id, policy_version=_version(group)) for group in self._ready.values()]
-        outstanding = Counter(_version(group) for group in self._outstanding.values())
-        chosen = schedule.select(ready, outstanding, published_version=published_version, no_more_groups=no_more_groups)
+    def take_batch(
+        self, schedule: Schedule, *, published_version: int, part: int, no_more_groups: bool
+    ) -> list[Group] | None:
+        """The next groups to train, in order of admission, now TRAINING; None if the schedule wants to wait."""
+        if len(self._ready) < schedule.batch_groups and not no_more_groups:
+            return None
+        chosen = schedule.select(
+            list(self._ready.values()),
+            self._versions,
+            published_version=published_version,
+            part=part,
+            no_more_groups=no_more_groups,
+        )
         if chosen is None:
             return None
-        groups = [self._ready.pop(group_id) for group_id in sorted(chosen)]
+        groups = [self._outstanding.pop(group_id) for group_id in sorted(chosen)]
         for group in groups:
-            del self._outstanding[group.group_id]
+            self._forget(group)
             for trajectory in group.trajectories:
+                trajectory.staleness = published_version - (trajectory.policy_version or 0)
                 trajectory.move_to(TrajectoryState.TRAINING)
         return groups
 
@@ -92,6 +137,30 @@ class ExperienceBuffer:
                 trajectory.step = step
                 trajectory.move_to(TrajectoryState.CONSUMED)
         self.trained += len(groups)
+
+    def give_back(self, groups: list[Group]) -> None:
+        """The trainer lost the steps that consumed these groups: they are to be trained (again)."""
+        for group in groups:
+            if group.trajectories[0].state is TrajectoryState.CONSUMED:
+                self.trained -= 1
+            for trajectory in group.trajectories:
+                trajectory.step = trajectory.staleness = None
+                trajectory.move_to(TrajectoryState.BUFFERED)
+            self._outstanding[group.group_id] = group
+            self._versions[group.group_id] = _version(group)
+            self._make_ready(group)
+        self._events.emit(GroupsReturned(groups=groups))
+        self.changed.set()
+
+    def _make_ready(self, group: Group) -> None:
+        self._completed += 1
+        self._ready[group.group_id] = ReadyGroup(
+            group_id=group.group_id, policy_version=_version(group), completed=self._completed
+        )
+
+    def _forget(self, group: Group) -> None:
+        self._ready.pop(group.group_id, None)
+        del self._versions[group.group_id]
 
 
 def _version(group: Group) -> int:

@@ -1,7 +1,8 @@
 """Trajectories in progress, with every token that their rollouts have sent.
 
-Invariants: tokens are taken in only under the current lease and from the trajectory's own policy version; a trajectory
-is in the pool from its start until it has finished.
+Invariants: tokens are taken in only under the current lease, in order, each once, and from the version that the lease
+names; a trajectory is in the pool from its start until it has finished or was withdrawn; one that no rollout holds is
+either an orphan (any rollout of its version may go on with it) or destined for one rollout.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from laminar.trajectory import Trajectory, TrajectoryState
 
 
 class PartialResponsePool:
-    """Leases trajectories to rollouts and takes in their deltas."""
+    """Leases trajectories to rollouts, takes in their deltas, and keeps those whose rollout is gone."""
 
-    def __init__(self) -> None:
-        self.late_tokens = 0  # dropped because their lease was old
+    def __init__(self, *, mixes_versions: bool = False) -> None:
+        """`mixes_versions`: a trajectory may go on with another version than it started with (schedule `partial`)."""
+        self.late_tokens = 0  # dropped: their lease was old, or they had been taken in already
+        self.orphans: dict[str, Trajectory] = {}
+        self._mixes_versions = mixes_versions
         self._trajectories: dict[str, Trajectory] = {}
+        self._destined: dict[str, dict[str, Trajectory]] = {}  # by rollout
 
     def __len__(self) -> int:
         return len(self._trajectories)
@@ -28,20 +33,28 @@ class PartialResponsePool:
     def __iter__(self) -> Iterator[Trajectory]:
         return iter(self._trajectories.values())
 
+    @property
+    def held(self) -> int:
+        """Trajectories that a rollout holds at the moment."""
+        return len(self._trajectories) - len(self.orphans) - sum(len(waiting) for waiting in self._destined.values())
+
     def get(self, trajectory_id: str) -> Trajectory | None:
         """A trajectory in progress."""
         return self._trajectories.get(trajectory_id)
 
     def lease(self, trajectory: Trajectory, *, rollout: str, policy_version: int, now: float) -> None:
         """Assign a trajectory to a rollout; its version is fixed by the first lease."""
-        if trajectory.policy_version is None:
-            trajectory.policy_version = policy_version
+        if trajectory.started_at is None:
             trajectory.started_at = now
-        elif trajectory.policy_version != policy_version:
+        if not trajectory.versions:
+            trajectory.policy_version = policy_version
+        elif trajectory.policy_version != policy_version and not self._mixes_versions:
             raise RuntimeError(
                 f"trajectory {trajectory.trajectory_id} of version {trajectory.policy_version} leased to {rollout}, "
                 f"which serves version {policy_version}"
             )
+        if not trajectory.versions or trajectory.versions[-1][0] != policy_version:
+            trajectory.versions.append((policy_version, trajectory.num_tokens))
         trajectory.move_to(TrajectoryState.GENERATING)
         trajectory.lease += 1
         trajectory.rollout = rollout
@@ -53,32 +66,110 @@ class PartialResponsePool:
         *,
         lease: int,
         policy_version: int,
+        start: int,
         token_ids: NDArray[np.int32],
         logprobs: NDArray[np.float32],
         finish_reason: str | None,
         now: float,
     ) -> Trajectory | None:
-        """Take in one delta ([D] token ids and logprobs); returns the trajectory if this finished it.
+        """Take in one delta ([D] token ids and logprobs, after `start` others); returns the trajectory if it ended one.
+
+        The trajectory returned is FINISHED; or still GENERATING when its rollout stopped it (finish reason "abort").
 
         Raises:
-            RunFailed: the rollout generated with another version than the trajectory's, or a logprob is not finite.
+            RunFailed: the rollout generated with another version than it was leased for, left tokens out, or a logprob
+                is not finite.
         """
         trajectory = self._trajectories.get(trajectory_id)
-        if trajectory is None or trajectory.lease != lease:
-            self.late_tokens += int(token_ids.shape[0])
+        if (
+            trajectory is None
+            or trajectory.lease != lease
+            or trajectory.state is not TrajectoryState.GENERATING
+            or start < trajectory.num_tokens
+        ):
+            self.late_tokens += len(token_ids)
             return None
-        if policy_version != trajectory.policy_version:
+        if policy_version != trajectory.versions[-1][0]:
             raise RunFailed(
                 f"{trajectory.rollout} generated tokens of trajectory {trajectory_id} with version {policy_version}; "
-                f"it belongs to version {trajectory.policy_version}"
+                f"it was leased for version {trajectory.versions[-1][0]}"
+            )
+        if start > trajectory.num_tokens:
+            raise RunFailed(
+                f"{trajectory.rollout} sent tokens of trajectory {trajectory_id} from number {start} on; "
+                f"only {trajectory.num_tokens} had come before"
             )
         if not np.isfinite(logprobs).all():
             raise RunFailed(f"{trajectory.rollout} sent a logprob that is not finite for trajectory {trajectory_id}")
         trajectory.append(token_ids, logprobs)
         if finish_reason is None:
             return None
+        if finish_reason != "abort":
+            self.finish(trajectory, finish_reason, now)
+        return trajectory
+
+    def finish(self, trajectory: Trajectory, finish_reason: str, now: float) -> None:
+        """All tokens are there."""
         trajectory.finish_reason = finish_reason
         trajectory.finished_at = now
         trajectory.move_to(TrajectoryState.FINISHED)
-        del self._trajectories[trajectory_id]
-        return trajectory
+        self.withdraw(trajectory)
+
+    def orphan(self, trajectory: Trajectory) -> None:
+        """Its rollout is gone: whoever serves its version may go on with it."""
+        self._undestine(trajectory)
+        trajectory.move_to(TrajectoryState.ORPHANED)
+        trajectory.rollout = None
+        self.orphans[trajectory.trajectory_id] = trajectory
+
+    def destine(self, trajectory: Trajectory, rollout: str) -> None:
+        """It was stopped to go on at this rollout."""
+        trajectory.move_to(TrajectoryState.MIGRATING)
+        trajectory.rollout = rollout
+        self._destined.setdefault(rollout, {})[trajectory.trajectory_id] = trajectory
+
+    def destined(self, rollout: str) -> list[Trajectory]:
+        """Trajectories that wait to go on at this rollout, in the order in which they were stopped."""
+        return list(self._destined.get(rollout, {}).values())
+
+    def take_waiting(self, rollout: str, policy_version: int, room: int) -> list[Trajectory]:
+        """Up to `room` trajectories that this rollout may go on with now: those destined for it, then orphans."""
+        chosen = self.destined(rollout)[:room]
+        for trajectory in chosen:
+            self._undestine(trajectory)
+        if self.orphans and len(chosen) < room:
+            mine = [orphan for orphan in self.orphans.values() if self._may_go_on(orphan, policy_version)]
+            for orphan in mine[: room - len(chosen)]:
+                del self.orphans[orphan.trajectory_id]
+                chosen.append(orphan)
+        return chosen
+
+    def has_orphans_for(self, policy_version: int) -> bool:
+        """Whether a rollout of this version could go on with an orphan."""
+        return any(self._may_go_on(orphan, policy_version) for orphan in self.orphans.values())
+
+    def start_over(self, trajectory: Trajectory) -> int:
+        """An orphan whose version is gone for good starts anew, with that or a newer one; returns the tokens lost."""
+        lost = trajectory.num_tokens
+        trajectory.forget_tokens()
+        return lost
+
+    def withdraw(self, trajectory: Trajectory) -> None:
+        """It leaves the pool: finished, or its group was dropped."""
+        self._undestine(trajectory)
+        self.orphans.pop(trajectory.trajectory_id, None)
+        self._trajectories.pop(trajectory.trajectory_id, None)
+
+    def _may_go_on(self, orphan: Trajectory, policy_version: int) -> bool:
+        first = orphan.policy_version or 0
+        if not orphan.versions or self._mixes_versions:  # never an older one: the group's staleness is counted from it
+            return policy_version >= first
+        return policy_version == first
+
+    def _undestine(self, trajectory: Trajectory) -> None:
+        if trajectory.state is TrajectoryState.MIGRATING and trajectory.rollout is not None:
+            destined = self._destined.get(trajectory.rollout)
+            if destined is not None:
+                destined.pop(trajectory.trajectory_id, None)
+                if not destined:
+                    del self._destined[trajectory.rollout]

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from laminar.controller.repl_answer import Answer, rows_as_text
-from laminar.controller.rollout_manager import Replica
+from laminar.controller.replica import Replica
 from laminar.controller.run_view import RunView
 from laminar.observability.plain_text import Cell, duration, fields, percent
 from laminar.trajectory import Group, TrajectoryState
@@ -132,6 +132,8 @@ def trainer(view: RunView) -> Answer:
     seconds = {state: value for state, value in driver.clock.totals().items() if value > 0}
     total = sum(seconds.values())
     workers = [view.registry.workers[name] for name in view.registry.names("trainer")]
+    newest = driver.checkpoints.newest
+    checkpoint = newest.path if newest is not None else None
     ranks: list[dict[str, Cell]] = [
         {"rank": worker.name, "host": worker.host, "process": worker.pid, "says": worker.detail} for worker in workers
     ]
@@ -144,15 +146,15 @@ def trainer(view: RunView) -> Answer:
             ("step", f"{driver.step} of {view.config.trainer.steps}"),
             ("version", str(driver.policy_version)),
             ("state", _trainer_state(view)),
-            ("checkpoint", driver.last_checkpoint or "none yet"),
-            *([("failed", driver.failed_checkpoint)] if driver.failed_checkpoint else []),
+            ("checkpoint", checkpoint or "none yet"),
+            *([("failed", driver.checkpoints.failed)] if driver.checkpoints.failed else []),
         ]
     )
     data = {
         "step": driver.step,
         "policy_version": driver.policy_version,
         "state": driver.clock.state,
-        "checkpoint": driver.last_checkpoint,
+        "checkpoint": checkpoint,
         "seconds": seconds,
         "ranks": ranks,
     }

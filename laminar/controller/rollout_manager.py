@@ -1,55 +1,51 @@
-"""One coroutine per rollout: fill it, let it drain once newer weights are there, let it pull, fill it again.
+"""Assignment of trajectories to rollouts, what comes back, and what happens when a rollout is lost.
 
-  experience buffer --may_admit--> [ driver of rollout k ] --Generate-----> rollout k
-  prompt pool ------take---------> [                     ] --PullWeights--> rollout k
-  relay manager ----on_stored----> [                     ] <-TrajectoryDeltas, WeightsPulled--
-
-Each driver looks at its own rollout only; nothing here waits for all of them. Invariants: a rollout is given work only
-while it serves the newest version that its relay holds; it pulls only when it has drained.
+Invariants: a trajectory in progress is held by one rollout, or waits in the partial response pool, never both; a lost
+rollout's trajectories go on with all their tokens, or are started anew by `rollout.on_lost_version`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import zlib
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
-from laminar.controller.relay_manager import Relay, RelayManager, store_name
+from laminar.controller.relay_manager import RelayManager
+from laminar.controller.replica import Replica
 from laminar.controller.run_control import RunControl
 from laminar.controller.schedules.schedule import Schedule
 from laminar.controller.state_clock import StateClock
 from laminar.controller.worker_registry import Worker, WorkerRegistry
-from laminar.errors import RunFailed
-from laminar.observability.events import EventBus, TokensAppended, TrajectoryFinished, TrajectoryStarted, WeightsPulled
+from laminar.errors import RunFailed, WorkerLost
+from laminar.observability.events import (
+    EventBus,
+    GroupDropped,
+    Notice,
+    RolloutLost,
+    TokensAppended,
+    TrajectoryFinished,
+    TrajectoryMoved,
+    TrajectoryOrphaned,
+    TrajectoryRestarted,
+    TrajectoryStarted,
+    WorkerReplaced,
+)
 from laminar.protocol import messages
-from laminar.trajectory import Group, Prompt, Trajectory
+from laminar.trajectory import Group, Prompt, Trajectory, TrajectoryState
 
-NO_LOAD = messages.RolloutLoad(running=0, waiting=0, kv_utilization=0.0)
-
-
-@dataclass(kw_only=True, slots=True)
-class Replica:
-    """One rollout as the controller sees it."""
-
-    name: str
-    relay: Relay
-    clock: StateClock
-    policy_version: int = -1
-    in_flight: set[str] = field(default_factory=set)
-    load: messages.RolloutLoad = NO_LOAD
-    generated_tokens: int = 0
-    last_token_at: float = 0.0
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
+Restart = Callable[[str, str], Awaitable[None]]
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+Live = Callable[[Replica], Coroutine[Any, Any, None]]
 
 
 class RolloutManager:
-    """Assignment of prompts to rollouts and what comes back."""
+    """The replicas of the run; `RolloutDriver` has the coroutine that drives each of them."""
 
     def __init__(
         self,
@@ -62,111 +58,125 @@ class RolloutManager:
         schedule: Schedule,
         control: RunControl,
         config: ExperimentConfig,
+        *,
+        restart: Restart,
     ) -> None:
+        """`restart(name, reason)` starts a lost rollout anew, or raises WorkerLost if it cannot."""
         self.replicas: dict[str, Replica] = {}
+        self.pool = pool
+        self.relays = relays
+        self.schedule = schedule
+        self.control = control
+        self.prompts = prompts
         self._registry = registry
         self._events = events
-        self._relays = relays
-        self._prompts = prompts
-        self._pool = pool
         self._buffer = buffer
-        self._schedule = schedule
-        self._control = control
+        self._restart = restart
         self._group_size = config.trainer.group_size
         self._max_running = config.rollout.max_running
         self._max_response_tokens = config.rollout.max_response_tokens
-        self._limit_s = config.controller.step_timeout_s
+        self._regenerate = config.rollout.on_lost_version == "regenerate"
+        self._restarts_left = dict.fromkeys(range(config.rollout.replicas), config.rollout.restarts)
+        self._start_limit_s = config.controller.start_timeout_s
         self._seed = config.seed
         self._next_group = 0
+        self._restarting: dict[str, int] = {}  # by name: number of the restart that is under way
+        self._restart_number = 0
+        self._serving: Counter[int] = Counter()  # rollouts by version
+        self._rescuers: dict[int, str] = {}  # version of orphans -> rollout that takes it to go on with them
+        self._spawn: Spawn | None = None
+        self._lives: Sequence[Live] = ()
+        self._now = asyncio.get_running_loop().time
         registry.handle(messages.TrajectoryDeltas, self._on_deltas)
         registry.handle(messages.RolloutLoad, self._on_load)
+        registry.on_lost("rollout", self._on_lost)
+        registry.on_ready("rollout", self._on_ready)
+        events.subscribe(lambda event: self._withdraw(event.group), GroupDropped)
 
-    def add(self, worker: Worker) -> Replica:
-        """Take a ready rollout in; its driver is started with `drive`."""
-        now = asyncio.get_running_loop().time
-        replica = Replica(
-            name=worker.name,
-            relay=self._relays.relay_for(worker),
-            clock=StateClock("weights", now),
-            last_token_at=now(),
-        )
-        self.replicas[replica.name] = replica
-        return replica
+    def start(self, spawn: Spawn, lives: Sequence[Live]) -> None:
+        """Take all ready rollouts in, now and later.
+
+        Args:
+            spawn: makes tasks that belong to the run.
+            lives: coroutines that run for each rollout until it is lost: its driver, its polls.
+        """
+        self._spawn, self._lives = spawn, lives
+        for name in self._registry.names("rollout"):
+            self._on_ready(self._registry.workers[name])
 
     def wake_all(self) -> None:
         """Something changed that may let a rollout go on."""
         for replica in self.replicas.values():
             replica.wake.set()
 
-    async def drive(self, replica: Replica) -> None:
-        """The life of one rollout; ends only by cancellation.
+    # ------------------------------------------------------------ giving work
 
-        Raises:
-            RunFailed: the rollout has trajectories and has sent nothing for the limit, or does not answer a pull.
+    def wanted_version(self, replica: Replica) -> int:
+        """The version that this rollout should serve next: usually the newest that its relay holds."""
+        own = replica.policy_version
+        if self.schedule.interrupts:
+            return max(own, replica.relay.stored_version)
+        if replica.receiving or self.pool.destined(replica.name):
+            return own
+        if self.pool.orphans:
+            self._settle_orphans()
+            if own >= 0 and self.pool.has_orphans_for(own):
+                return own  # they go on here before the newer weights come
+            if not replica.in_flight and (version := self._version_to_rescue(replica)) is not None:
+                return version
+        return max(own, replica.relay.stored_version)
+
+    def may_pull(self, replica: Replica, version: int) -> bool:
+        """Whether a drained rollout may take this version now.
+
+        Under a schedule that synchronizes, nobody takes new weights before all have drained and all can have them.
         """
-        loop = asyncio.get_running_loop()
-        while True:
-            replica.wake.clear()
-            newest = replica.relay.stored_version
-            if newest > replica.policy_version:
-                if not replica.in_flight:
-                    await self._pull(replica, newest)
-                    continue
-            elif newest >= 0:
-                await self._fill(replica)
-            replica.clock.enter(self._waits_for(replica))
-            try:
-                async with asyncio.timeout(self._limit_s):
-                    await replica.wake.wait()
-            except TimeoutError:
-                silent = loop.time() - replica.last_token_at
-                if replica.in_flight and silent >= self._limit_s:
-                    raise RunFailed(
-                        f"{replica.name} has {len(replica.in_flight)} trajectories and has sent no token for "
-                        f"{silent:.0f} s (controller.step_timeout_s)"
-                    ) from None
-
-    def _waits_for(self, replica: Replica) -> str:
-        if replica.in_flight:
-            return "generating"
-        if self._control.generation_paused:
-            return "paused"
-        if replica.relay.stored_version < self._relays.published_version or replica.policy_version < 0:
-            return "weights"
-        if not len(self._prompts):
-            return "prompts"
-        return "admission"  # max_staleness: the trainer has to consume first
-
-    async def _pull(self, replica: Replica, version: int) -> None:
-        replica.clock.enter("pulling")
-        message = messages.PullWeights(policy_version=version, store=store_name(replica.relay.rank))
-        answer = await self._registry.ask(replica.name, message, messages.WeightsPulled, self._limit_s)
-        if answer.policy_version < version:
-            raise RunFailed(f"{replica.name} pulled version {answer.policy_version}, {version} was there")
-        replica.policy_version = answer.policy_version
-        self._events.emit(
-            WeightsPulled(rollout=replica.name, policy_version=answer.policy_version, seconds=answer.seconds)
+        if not self.schedule.synchronizes or replica.policy_version < 0 or version < replica.relay.stored_version:
+            return True
+        published = self.relays.published_version
+        return not self.pool.held and all(
+            other.relay.stored_version >= published for other in self.replicas.values() if other.relay.versions
         )
 
-    async def _fill(self, replica: Replica) -> None:
-        assignments: list[messages.TrajectoryAssignment] = []
+    def pulled(self, replica: Replica, version: int) -> None:
+        """A rollout serves this version now."""
+        self._serving[replica.policy_version] -= 1
+        replica.policy_version = version
+        self._serving[version] += 1
+        if self.schedule.synchronizes and self._serving[version] == len(self.replicas):
+            self.wake_all()
+
+    def assignments(self, replica: Replica) -> tuple[messages.TrajectoryAssignment, ...]:
+        """What this rollout should generate next, leased to it: what waits for it, then new groups."""
+        room = self._max_running - len(replica.in_flight)
+        waiting = self.pool.take_waiting(replica.name, replica.policy_version, room)
+        leased = [self._lease(trajectory, replica) for trajectory in waiting]
+        for trajectory in waiting:
+            self._events.emit(TrajectoryMoved(trajectory=trajectory, rollout=replica.name))
         while self._may_start(replica):
-            prompt = self._prompts.take()
+            prompt = self.prompts.take()
             if prompt is None:
                 break
             group = self._new_group(prompt, replica.policy_version)
             self._buffer.admit(group)
-            assignments += [self._lease(trajectory, replica) for trajectory in group.trajectories]
-        if assignments:
-            replica.clock.enter("generating")
-            await self._registry.send(replica.name, messages.Generate(assignments=tuple(assignments)))
+            for trajectory in group.trajectories:
+                leased.append(self._lease(trajectory, replica))
+                self._events.emit(TrajectoryStarted(trajectory=trajectory))
+        return tuple(leased)
 
     def _may_start(self, replica: Replica) -> bool:
         return (
-            not self._control.generation_paused
-            and not self._control.stop_requested.is_set()
+            not self.control.generation_paused
+            and not self.control.stop_requested.is_set()
+            and not replica.receiving
             and len(replica.in_flight) + self._group_size <= self._max_running
-            and self._schedule.may_admit(serving_version=replica.policy_version, admitted=self._buffer.admitted)
+            and replica.policy_version >= replica.relay.stored_version
+            and (not self.schedule.synchronizes or self._serving[replica.policy_version] == len(self.replicas))
+            and self.schedule.may_admit(
+                serving_version=replica.policy_version,
+                admitted=self._buffer.admitted,
+                lost_steps=self._buffer.lost_steps,
+            )
         )
 
     def _new_group(self, prompt: Prompt, version: int) -> Group:
@@ -179,12 +189,11 @@ class RolloutManager:
         return Group(group_id=group_id, prompt=prompt, trajectories=members, policy_version=version)
 
     def _lease(self, trajectory: Trajectory, replica: Replica) -> messages.TrajectoryAssignment:
-        now = asyncio.get_running_loop().time()
-        self._pool.lease(trajectory, rollout=replica.name, policy_version=replica.policy_version, now=now)
+        now = self._now()
+        self.pool.lease(trajectory, rollout=replica.name, policy_version=replica.policy_version, now=now)
         if not replica.in_flight:
             replica.last_token_at = now
-        replica.in_flight.add(trajectory.trajectory_id)
-        self._events.emit(TrajectoryStarted(trajectory=trajectory))
+        replica.in_flight[trajectory.trajectory_id] = trajectory
         return messages.TrajectoryAssignment(
             trajectory_id=trajectory.trajectory_id,
             lease=trajectory.lease,
@@ -196,39 +205,189 @@ class RolloutManager:
             seed=zlib.crc32(f"{self._seed}/{trajectory.trajectory_id}".encode()) >> 1,
         )
 
+    # ------------------------------------------------------------ taking in
+
     def _on_load(self, worker: Worker, message: messages.RolloutLoad) -> None:
         if replica := self.replicas.get(worker.name):
-            replica.load = message
+            replica.observe(message)
 
     def _on_deltas(self, worker: Worker, message: messages.TrajectoryDeltas) -> None:
-        replica = self.replicas[worker.name]
+        replica = self.replicas.get(worker.name)
+        if replica is None:
+            return
         replica.load = message.load
-        now = asyncio.get_running_loop().time()
-        late_before = self._pool.late_tokens
-        offsets = np.concatenate([[0], np.cumsum(message.token_counts)])
-        for k, trajectory_id in enumerate(message.trajectory_ids):
-            span = slice(int(offsets[k]), int(offsets[k + 1]))
-            finished = self._pool.take_in(
+        now = self._now()
+        late_before = self.pool.late_tokens
+        take_in, token_ids, logprobs = self.pool.take_in, message.token_ids, message.logprobs
+        begin = 0
+        for trajectory_id, lease, start, count, finish_reason in zip(
+            message.trajectory_ids,
+            message.leases,
+            message.starts.tolist(),
+            message.token_counts.tolist(),
+            message.finish_reasons,
+            strict=True,
+        ):
+            end = begin + count
+            ended = take_in(
                 trajectory_id,
-                lease=message.leases[k],
+                lease=lease,
                 policy_version=message.policy_version,
-                token_ids=message.token_ids[span],
-                logprobs=message.logprobs[span],
-                finish_reason=message.finish_reasons[k],
+                start=start,
+                token_ids=token_ids[begin:end],
+                logprobs=logprobs[begin:end],
+                finish_reason=finish_reason,
                 now=now,
             )
-            if finished is not None:
-                replica.in_flight.discard(trajectory_id)
-                self._events.emit(TrajectoryFinished(trajectory=finished))
-        late = self._pool.late_tokens - late_before
-        tokens = int(offsets[-1]) - late
-        replica.generated_tokens += tokens
+            begin = end
+            if ended is not None:
+                del replica.in_flight[trajectory_id]
+                self._ended(ended, replica)
+        late = self.pool.late_tokens - late_before
+        replica.generated_tokens += begin - late
         replica.last_token_at = now
-        if not replica.in_flight:
-            replica.clock.enter(self._waits_for(replica))
         replica.wake.set()
+        self._wake_if_drained()
         self._events.emit(
             TokensAppended(
-                rollout=replica.name, tokens=tokens, late_tokens=late, kv_utilization=message.load.kv_utilization
+                rollout=replica.name,
+                tokens=begin - late,
+                late_tokens=late,
+                kv_utilization=message.load.kv_utilization,
             )
         )
+
+    def _ended(self, trajectory: Trajectory, replica: Replica) -> None:
+        """A rollout is through with a trajectory: it has finished, or was stopped to go on elsewhere."""
+        if trajectory.state is TrajectoryState.GENERATING:
+            if trajectory.num_tokens < self._max_response_tokens:
+                target = replica.stopping_for
+                if target in self.replicas:
+                    self.pool.destine(trajectory, target)
+                else:
+                    self._orphan(trajectory)
+                return
+            self.pool.finish(trajectory, "length", self._now())
+        self._events.emit(TrajectoryFinished(trajectory=trajectory))
+
+    def _withdraw(self, group: Group) -> None:
+        """A group was dropped: stop its members that are still generated."""
+        for trajectory in group.trajectories:
+            if self.pool.get(trajectory.trajectory_id) is None:
+                continue
+            self.pool.withdraw(trajectory)
+            replica = self.replicas.get(trajectory.rollout or "")
+            if replica is not None and replica.in_flight.pop(trajectory.trajectory_id, None) is not None:
+                replica.to_abort.append(trajectory.trajectory_id)
+                replica.wake.set()
+        self._wake_if_drained()
+
+    def _wake_if_drained(self) -> None:
+        """Under a schedule that synchronizes, the last to drain lets all others go on."""
+        if self.schedule.synchronizes and not self.pool.held:
+            self.wake_all()
+
+    # ------------------------------------------------------------ coming and going
+
+    def _on_ready(self, worker: Worker) -> None:
+        """A rollout can take work: give it a driver. It gets no trajectory before it has pulled weights."""
+        if self._spawn is None:
+            return  # the run has not started; `start` takes it in
+        replica = Replica(
+            name=worker.name,
+            relay=self.relays.relay_for(worker),
+            clock=StateClock("weights", self._now),
+            last_token_at=self._now(),
+        )
+        self._restarting.pop(worker.name, None)
+        self.replicas[replica.name] = replica
+        self._serving[replica.policy_version] += 1
+        replica.tasks = [self._spawn(live(replica), f"{live.__name__} {replica.name}") for live in self._lives]
+
+    def _on_lost(self, worker: Worker, reason: str) -> None:
+        """Its trajectories wait for another rollout of their version; it is started anew, a few times.
+
+        Raises:
+            WorkerLost: it was lost before it had ever been ready.
+        """
+        replica = self.replicas.pop(worker.name, None)
+        if self._spawn is None or (replica is None and worker.name not in self._restarting):
+            raise WorkerLost(f"{worker.name} did not start: {reason}")
+        trajectories = 0
+        if replica is not None:
+            for task in replica.tasks:
+                task.cancel()
+            replica.stopped.set()
+            for trajectory in (*replica.in_flight.values(), *self.pool.destined(replica.name)):
+                self._orphan(trajectory)
+                trajectories += 1
+            replica.in_flight.clear()
+            self._serving[replica.policy_version] -= 1
+            self._rescuers = {version: name for version, name in self._rescuers.items() if name != worker.name}
+        self._events.emit(RolloutLost(rollout=worker.name, reason=reason, trajectories=trajectories))
+        self._events.emit(Notice(level="warning", text=f"{worker.name} was lost: {reason}"))
+        if replica is not None:  # else it is being brought back, and whoever does that is told by the registry
+            self._restart_number += 1
+            self._restarting[worker.name] = self._restart_number
+            self._spawn(self._bring_back(worker, self._restart_number, reason), f"restart {worker.name}")
+        self.wake_all()
+
+    async def _bring_back(self, worker: Worker, number: int, reason: str) -> None:
+        """Start it anew until it is ready, as often as `rollout.restarts` allows; then go on without it.
+
+        Raises:
+            RunFailed: it was the last.
+        """
+        name = worker.name
+        while self._restarts_left.get(worker.index, 0) > 0:
+            self._restarts_left[worker.index] -= 1
+            self._events.emit(WorkerReplaced(worker=name, reason=reason))
+            try:
+                await self._restart(name, reason)
+                await self._registry.wait_until_ready(self._start_limit_s, [name])
+                return
+            except (WorkerLost, RunFailed) as error:
+                if self._restarting.get(name) != number:
+                    return  # it had been ready, and was lost again: another restart is under way
+                reason = str(error)
+                self._registry.lost(name, reason)
+        self._restarting.pop(name, None)
+        self._leave(name, f"{reason} (rollout.restarts is used up)")
+
+    def _leave(self, name: str, reason: str) -> None:
+        """The run goes on without this rollout.
+
+        Raises:
+            RunFailed: it was the last.
+        """
+        if not self.replicas and not self._restarting:
+            raise RunFailed(f"no rollout is left: {name}: {reason}")
+        self._registry.dismiss(name)
+        self._events.emit(Notice(level="warning", text=f"going on without {name}: {reason}"))
+
+    def _orphan(self, trajectory: Trajectory) -> None:
+        self.pool.orphan(trajectory)
+        self._events.emit(TrajectoryOrphaned(trajectory=trajectory))
+        self.wake_all()
+
+    def _settle_orphans(self) -> None:
+        """Start those anew whose version no rollout serves and no relay holds."""
+        if not self._regenerate or self.schedule.interrupts:
+            return
+        served = {replica.policy_version for replica in self.replicas.values()}
+        for trajectory in list(self.pool.orphans.values()):
+            version = trajectory.policy_version
+            if trajectory.versions and version not in served and not self.relays.anyone_holds(version or 0):
+                lost = self.pool.start_over(trajectory)
+                self._events.emit(TrajectoryRestarted(trajectory=trajectory, lost_tokens=lost))
+
+    def _version_to_rescue(self, replica: Replica) -> int | None:
+        """A version that orphans need, nobody serves, and this rollout's relay holds; one rollout takes it."""
+        served = {other.policy_version for other in self.replicas.values()}
+        for trajectory in self.pool.orphans.values():
+            version = trajectory.policy_version
+            if version is None or not trajectory.versions or version in served or not replica.relay.holds(version):
+                continue
+            if self._rescuers.setdefault(version, replica.name) == replica.name:
+                return version
+        return None

@@ -99,7 +99,7 @@ class StepMetrics:
             rollout_s.update(seconds)
         trajectories = [trajectory for group in event.groups for trajectory in group.trajectories]
         lengths = np.array([trajectory.num_tokens for trajectory in trajectories])
-        staleness = [event.policy_version - 1 - (trajectory.policy_version or 0) for trajectory in trajectories]
+        staleness = [trajectory.staleness or 0 for trajectory in trajectories]
         rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
         tokens = int(lengths.sum()) + sum(len(trajectory.prompt.token_ids) for trajectory in trajectories)
         line: dict[str, Any] = {

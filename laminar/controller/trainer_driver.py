@@ -3,38 +3,42 @@
   experience buffer --take_batch--> [ trainer driver ] --TrainStep--> every rank
   relay manager <---published------ [                ] <--StepTrained (all ranks), WeightsPublished (rank 0)
 
-The only waits are for a batch, for the ranks, and for a checkpoint; never for a broadcast or a rollout.
+The only waits are for a batch, for the ranks, and for a checkpoint; never for a broadcast or a rollout. When a rank is
+lost, all of them start anew from the newest complete checkpoint, and the groups of the lost steps go back to the buffer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable
-from pathlib import Path
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
 
 from laminar.config.schema import ExperimentConfig
+from laminar.controller.checkpoints import Checkpoints
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.relay_manager import RelayManager
 from laminar.controller.run_control import RunControl
 from laminar.controller.schedules.schedule import Schedule
 from laminar.controller.state_clock import StateClock
-from laminar.controller.waiting import within
-from laminar.controller.worker_registry import WorkerRegistry
-from laminar.errors import RunFailed
+from laminar.controller.waiting import discard, within
+from laminar.controller.worker_registry import Worker, WorkerRegistry
+from laminar.errors import RunFailed, WorkerLost
 from laminar.observability.events import (
-    CheckpointFinished,
     EventBus,
     GroupDropped,
     Notice,
     StepFinished,
     StepStarted,
+    TrainerRestarted,
     WeightsPublished,
 )
 from laminar.protocol import messages
 from laminar.trajectory import Group
+
+LEADER = "trainer-0"  # the rank that publishes
 
 
 class TrainerDriver:
@@ -48,17 +52,18 @@ class TrainerDriver:
         relays: RelayManager,
         schedule: Schedule,
         control: RunControl,
+        checkpoints: Checkpoints,
         config: ExperimentConfig,
         *,
-        checkpoint_dir: Path,
         data_ended: Callable[[], bool],
         describe_wait: Callable[[], str],
+        restart: Callable[[str, str], Awaitable[None]],
     ) -> None:
+        """`restart("trainer", reason)` starts all ranks anew, or raises WorkerLost if it cannot."""
         self.step = 0
         self.policy_version = -1
         self.clock = StateClock("starting", asyncio.get_running_loop().time)
-        self.last_checkpoint: str | None = None
-        self.failed_checkpoint: str | None = None
+        self.checkpoints = checkpoints
         self._registry = registry
         self._events = events
         self._buffer = buffer
@@ -66,72 +71,147 @@ class TrainerDriver:
         self._schedule = schedule
         self._control = control
         self._steps = config.trainer.steps
-        self._groups_per_step = config.trainer.groups_per_step
         self._train_last_batch = config.data.last_batch == "train"
+        self._mini_batches = config.trainer.mini_batches
         self._checkpoint_every = config.trainer.checkpoint_every
-        self._checkpoint_dir = checkpoint_dir
+        self._drop_stale = config.schedule.on_stale == "drop"
         self._limit_s = config.controller.step_timeout_s
+        self._start_limit_s = config.controller.start_timeout_s
+        self._ranks = [f"trainer-{rank}" for rank in range(config.trainer.ranks)]
         self._data_ended = data_ended
         self._describe_wait = describe_wait
+        self._restart = restart
+        self._issued = -1  # newest version that a rank was ever told to publish
+        self._lost = ""  # why a rank is gone
+        self._to_start_anew = False
+        self._restarts = 0  # since the last step
+        self._max_restarts = config.trainer.restarts
+        self._steps_lost = 0
+        self._in_training: list[Group] = []  # the parts so far of the step that is being made
+        self._since_checkpoint: list[list[Group]] = []  # per step, what it consumed
         control.on_change.append(buffer.changed.set)
+        registry.on_lost("trainer", self._on_lost)
 
     async def run(self) -> None:
         """Publish version 0, make the steps, write the final checkpoint.
 
         Raises:
             RunFailed: a rank or a batch did not come within the limit, or the final checkpoint could not be written.
+            WorkerLost: a rank was lost, and there is no checkpoint to go back to.
         """
-        await self._publish_initial()
-        while self.step < self._steps:
-            groups = await self._next_batch()
-            if not groups:
-                break
-            await self._train(groups)
+        done = False
+        while not done:
+            try:
+                if self._to_start_anew:
+                    await self._start_anew(self._lost)
+                done = await self._go_on()
+            except WorkerLost as error:
+                self._note_loss(str(error))
+        self.clock.enter("done")
+        if self.checkpoints.failed:
+            raise RunFailed(f"the final checkpoint could not be written: {self.checkpoints.failed}")
+
+    async def _go_on(self) -> bool:
+        """All that is left to do; true when the run is to end."""
+        if self.policy_version < 0:
+            await self._publish(0)
+        while self.step < self._steps and await self._make_step():
             if self._checkpoint_every and self.step % self._checkpoint_every == 0 and self.step < self._steps:
                 await self._checkpoint()
         await self._checkpoint()
-        self.clock.enter("done")
-        if self.failed_checkpoint:
-            raise RunFailed(f"the final checkpoint could not be written: {self.failed_checkpoint}")
+        return True
 
-    async def _publish_initial(self) -> None:
+    async def _publish(self, version: int) -> None:
+        """The current weights, as this version."""
         self.clock.enter("publishing")
-        for rank in self._registry.names("trainer"):
-            if rank != "trainer-0":
-                await self._registry.send(rank, messages.PublishWeights(policy_version=0))
-        answer = await self._registry.ask(
-            "trainer-0", messages.PublishWeights(policy_version=0), messages.WeightsPublished, self._limit_s
+        self._issued = max(self._issued, version)
+        message = messages.PublishWeights(policy_version=version)
+        for rank in self._ranks[1:]:
+            await self._registry.send(rank, message)
+        self._published(
+            await self._registry.ask(
+                LEADER, message, messages.WeightsPublished, self._limit_s, lambda m: m.policy_version == version
+            )
         )
-        self._published(answer)
 
     def _published(self, answer: messages.WeightsPublished) -> None:
         self.policy_version = answer.policy_version
+        self._buffer.lost_steps = self.policy_version - self.step
         self._relays.published(answer.policy_version)
         self._events.emit(
             WeightsPublished(
                 policy_version=answer.policy_version, publish_stall_s=answer.publish_stall_s, nbytes=answer.nbytes
             )
         )
+        self._buffer.evict(answer.policy_version)
 
-    async def _next_batch(self) -> list[Group] | None:
-        """The next batch; None when the run should end."""
+    # ------------------------------------------------------------ a step
+
+    async def _make_step(self) -> bool:
+        """Train one step on the parts that its schedule selects; false when the run should end."""
+        step, version = self.step + 1, self._issued + 1
+        metrics: Counter[str] = Counter()
+        train_s, parts = 0.0, 0
+        while parts < self._schedule.parts:
+            groups = await self._next_batch(parts)
+            if not groups:
+                break
+            self._in_training += groups
+            last = parts == self._schedule.parts - 1
+            self._issued = version if last else self._issued
+            answer = await self._train(groups, step=step, part=parts, publish_version=version if last else None)
+            train_s += answer.seconds
+            metrics.update(answer.metrics)
+            parts += 1
+        if not parts:
+            return False
+        if parts < self._schedule.parts:  # the data ended within the step
+            await self._publish(version)
+        self._finish_step(step, train_s, {name: value / parts for name, value in metrics.items()})
+        return True
+
+    def _finish_step(self, step: int, train_s: float, metrics: dict[str, float]) -> None:
+        groups, self._in_training = self._in_training, []
+        self._restarts = 0
+        self.step = step
+        self._buffer.lost_steps = self.policy_version - step
+        self._buffer.consume(groups, step)
+        if self._checkpoint_every:
+            self._since_checkpoint.append(groups)
+        self._events.emit(
+            StepFinished(
+                step=step,
+                policy_version=self.policy_version,
+                groups=groups,
+                train_s=train_s,
+                trainer_metrics=metrics,
+            )
+        )
+
+    async def _next_batch(self, part: int) -> list[Group] | None:
+        """The next groups to train; None when the run should end."""
         loop = asyncio.get_running_loop()
         waiting_since = loop.time()
-        while not self._control.stop_requested.is_set():
+        while not self._control.stop_requested.is_set() or part:  # a step that has begun is finished
+            if self._lost:
+                raise WorkerLost(self._lost)
+            self._buffer.changed.clear()
+            if self._relays.must_publish_again and not part:
+                self._events.emit(Notice(level="warning", text=f"publishing version {self.policy_version} again"))
+                await self._publish(self.policy_version)
             if not self._control.training_allowed.is_set():
                 self.clock.enter("paused")
             else:
-                self._buffer.changed.clear()
                 no_more = self._data_ended()
                 groups = self._buffer.take_batch(
-                    self._schedule, published_version=self.policy_version, no_more_groups=no_more
+                    self._schedule, published_version=self.policy_version, part=part, no_more_groups=no_more
                 )
                 if groups:
-                    if len(groups) < self._groups_per_step and not self._train_last_batch:
+                    if len(groups) < self._schedule.batch_groups and not self._train_last_batch:
                         self._leave(groups)
                         return None
                     return groups
-                if no_more and not any(True for _ in self._buffer):
+                if no_more and not self._buffer.outstanding:
                     self._events.emit(Notice(level="info", text="the data has ended, and with it the run"))
                     return None
                 self.clock.enter("trajectories")
@@ -145,80 +225,131 @@ class TrainerDriver:
                     f"waited {loop.time() - waiting_since:.0f} s for the batch of step {self.step + 1} "
                     f"(controller.step_timeout_s): {self._describe_wait()}"
                 ) from None
-            self._buffer.changed.clear()
         return None
 
     def _leave(self, groups: list[Group]) -> None:
-        reason = f"the data ended {self._groups_per_step - len(groups)} groups short of a step (data.last_batch: drop)"
+        short = self._schedule.batch_groups - len(groups)
+        reason = f"the data ended {short} groups short of a step (data.last_batch: drop)"
         for group in groups:
             self._events.emit(GroupDropped(group=group, reason=reason))
         self._events.emit(Notice(level="info", text=f"left {len(groups)} groups: {reason}"))
 
-    async def _train(self, groups: list[Group]) -> None:
-        step, version = self.step + 1, self.policy_version + 1
+    async def _train(
+        self, groups: list[Group], *, step: int, part: int, publish_version: int | None
+    ) -> messages.StepTrained:
         self.clock.enter("training")
         self._events.emit(StepStarted(step=step, groups=len(groups)))
-        message = train_step_message(groups, step=step, publish_version=version)
-        ranks = self._registry.names("trainer")
-        published = self._registry.expect("trainer-0", messages.WeightsPublished)
-        answers = await asyncio.gather(
-            *(self._registry.ask(rank, message, messages.StepTrained, self._limit_s) for rank in ranks)
+        message = train_step_message(
+            groups,
+            step=step,
+            part=part,
+            mini_batches=self._mini_batches // self._schedule.parts,
+            publish_version=publish_version,
         )
-        self.clock.enter("publishing")
-        self._published(await within(self._limit_s, f"trainer-0 to publish version {version}", published))
-        self.step = step
-        self._buffer.consume(groups, step)
-        self._events.emit(
-            StepFinished(
-                step=step,
-                policy_version=version,
-                groups=groups,
-                train_s=answers[0].seconds,
-                trainer_metrics=answers[0].metrics,
+        published = self._registry.expect(
+            LEADER, messages.WeightsPublished, lambda m: m.policy_version == publish_version
+        )
+
+        def answers_this(trained: Any) -> bool:
+            return bool(trained.step == step and trained.part == part)
+
+        try:
+            answers = await asyncio.gather(
+                *(
+                    self._registry.ask(rank, message, messages.StepTrained, self._limit_s, answers_this)
+                    for rank in self._ranks
+                )
             )
-        )
+            if publish_version is not None:
+                self.clock.enter("publishing")
+                self._published(await within(self._limit_s, f"{LEADER} to publish {publish_version}", published))
+        finally:
+            discard(published)
+        trained: messages.StepTrained = answers[0]
+        return trained
 
     async def _checkpoint(self) -> None:
         """Write a checkpoint of the current step; a failure is told, and the run goes on."""
-        path = self._checkpoint_dir / f"step-{self.step:06d}"
-        if self.last_checkpoint == str(path):
-            return
         self.clock.enter("checkpointing")
-        message = messages.SaveCheckpoint(
-            step=self.step,
-            policy_version=self.policy_version,
-            path=str(path),
-            state=json.dumps({"step": self.step, "policy_version": self.policy_version}),
-        )
-        ranks = self._registry.names("trainer")
-        answers = await asyncio.gather(
-            *(self._registry.ask(rank, message, messages.CheckpointSaved, self._limit_s) for rank in ranks)
-        )
-        error = next((answer.error for answer in answers if answer.error), "")
-        self.failed_checkpoint = error or None
-        if error:
-            self._events.emit(Notice(level="warning", text=f"checkpoint of step {self.step} failed: {error}"))
-        else:
-            self.last_checkpoint = str(path)
-        self._events.emit(
-            CheckpointFinished(
-                step=self.step,
-                path=str(path),
-                seconds=max(answer.seconds for answer in answers),
-                nbytes=sum(answer.nbytes for answer in answers),
-                error=error,
-            )
-        )
+        if await self.checkpoints.save(self._ranks, step=self.step, policy_version=self.policy_version):
+            self._since_checkpoint.clear()
+
+    # ------------------------------------------------------------ losing the trainer
+
+    def _on_lost(self, worker: Worker, reason: str) -> None:
+        """Whoever waits for a rank is told by the registry; the driver starts all of them anew.
+
+        Raises:
+            WorkerLost: there are no checkpoints to go back to, or the run has not begun.
+        """
+        text = f"{worker.name} was lost: {reason}"
+        if not self._can_start_anew():
+            raise WorkerLost(text)
+        self._lost = self._lost or text
+        self._buffer.changed.set()
+
+    def _can_start_anew(self) -> bool:
+        return self._checkpoint_every > 0 and self.policy_version >= 0
+
+    def _note_loss(self, reason: str) -> None:
+        """A rank is gone: start all of them anew, unless that has been tried too often.
+
+        Raises:
+            WorkerLost: there are no checkpoints to go back to.
+            RunFailed: `trainer.restarts` times in a row no step could be made.
+        """
+        self._lost = self._lost or reason
+        if not self._can_start_anew():
+            raise WorkerLost(self._lost)
+        if self._restarts == self._max_restarts:
+            raise RunFailed(f"the trainer was started anew {self._restarts} times (trainer.restarts): {self._lost}")
+        self._restarts += 1
+        self._to_start_anew = True
+
+    async def _start_anew(self, reason: str) -> None:
+        """All ranks from the newest complete checkpoint; may be cut short by another loss, and is then made again."""
+        self.clock.enter("restarting")
+        self._events.emit(Notice(level="warning", text=f"starting the trainer anew: {reason}"))
+        checkpoint = self.checkpoints.newest
+        self._go_back_to(checkpoint.step if checkpoint is not None else 0)
+        for rank in self._ranks:  # the others wait in a collective for the lost one
+            self._registry.lost(rank, "the trainer is started anew")
+        self._lost = ""
+        await self._restart("trainer", reason)
+        await self._registry.wait_until_ready(self._start_limit_s, self._ranks)
+        if checkpoint is not None:
+            await self.checkpoints.load(self._ranks, checkpoint)
+        # The rollouts hold weights of steps that are lost: from now on they get those of the checkpoint's line.
+        await self._publish(self._issued + 1)
+        self._to_start_anew = False
+        if self._drop_stale:
+            self._buffer.drop_stale(self._schedule, self.policy_version)
+        self._events.emit(TrainerRestarted(step=self.step, lost_steps=self._steps_lost, reason=reason))
+        self._steps_lost = 0
+
+    def _go_back_to(self, step: int) -> None:
+        """The steps after this one are lost; what they consumed is to be trained (again)."""
+        returned = [group for groups in self._since_checkpoint for group in groups] + self._in_training
+        self._since_checkpoint.clear()
+        self._in_training = []
+        self._steps_lost += self.step - step
+        self.step = step
+        self._buffer.lost_steps = self.policy_version - step
+        if returned:
+            self._buffer.give_back(returned)
 
 
-def train_step_message(groups: list[Group], *, step: int, publish_version: int) -> messages.TrainStep:
+def train_step_message(
+    groups: list[Group], *, step: int, part: int, mini_batches: int, publish_version: int | None
+) -> messages.TrainStep:
     """The batch as flat arrays; trajectories of a group stand together, in the order of `groups`."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     prompts = [trajectory.prompt.token_ids for trajectory in trajectories]
     responses = [trajectory.response_token_ids() for trajectory in trajectories]
-    versions = [trajectory.policy_version for trajectory in trajectories]
     return messages.TrainStep(
         step=step,
+        part=part,
+        mini_batches=mini_batches,
         publish_version=publish_version,
         group_ids=np.array([trajectory.group_id for trajectory in trajectories], np.int64),
         rewards=np.array([trajectory.reward for trajectory in trajectories], np.float32),
@@ -227,5 +358,5 @@ def train_step_message(groups: list[Group], *, step: int, publish_version: int) 
         token_ids=np.concatenate([piece for pair in zip(prompts, responses, strict=True) for piece in pair]),
         loss_mask=np.ones(sum(len(response) for response in responses), np.uint8),
         engine_logprobs=np.concatenate([trajectory.response_logprobs() for trajectory in trajectories]),
-        staleness=np.array([publish_version - 1 - (version or 0) for version in versions], np.int32),
+        staleness=np.array([trajectory.staleness for trajectory in trajectories], np.int32),
     )

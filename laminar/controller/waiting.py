@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from laminar.errors import RunFailed
 
@@ -24,3 +24,9 @@ async def within(limit_s: float, what: str, awaitable: Awaitable[T]) -> T:
         if not limit.expired():
             raise
         raise RunFailed(f"waited {limit_s:g} s for {what}") from None
+
+
+def discard(future: asyncio.Future[Any]) -> None:
+    """Nobody waits for it any more: cancel it, or take note of its exception, which asyncio would else report."""
+    if not future.cancel() and not future.cancelled():
+        future.exception()

@@ -7,12 +7,15 @@ that is lost is told so at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any
 
 import laminar
-from laminar.controller.waiting import within
+from laminar.controller.waiting import discard, within
 from laminar.errors import RunFailed, UserError, WorkerLost
 from laminar.observability.events import EventBus, Notice, WorkerJoined, WorkerProgress, WorkerReady
 from laminar.protocol.channel import ControllerChannel, PeerGone
@@ -38,6 +41,19 @@ class Worker:
 Handler = Callable[[Worker, Any], None]
 
 
+@dataclass(kw_only=True, slots=True)
+class _Awaited:
+    """An answer that someone waits for."""
+
+    kinds: type | UnionType
+    matches: Callable[[Any], bool]
+    future: asyncio.Future[Any]
+
+
+def _any(_: Any) -> bool:
+    return True
+
+
 class WorkerRegistry:
     """Handshake, heartbeats, dispatch of messages to handlers, and awaited answers."""
 
@@ -55,15 +71,18 @@ class WorkerRegistry:
         self.strangers = 0  # messages from peers that are not workers of this run
         self._channel = channel
         self._events = events
-        self._expected = frozenset(expected)
+        self._expected = dict.fromkeys(expected)
         self._welcome = welcome
         self._heartbeat_s = heartbeat_s
         self._silence_limit_s = silence_limit_s
         self._by_peer: dict[bytes, Worker] = {}
         self._handlers: dict[type, Handler] = {}
-        self._answers: dict[tuple[str, type], asyncio.Future[Any]] = {}
+        self._awaited: dict[str, list[_Awaited]] = {}  # by worker
+        self._turned_away: dict[bytes, None] = {}
         self._changed = asyncio.Event()
+        self._losses: Counter[str] = Counter()  # by worker
         self._replaceable: dict[str, Callable[[Worker, str], None]] = {}
+        self._on_ready: dict[str, Callable[[Worker], None]] = {}
 
     def handle(self, message_type: type, handler: Handler) -> None:
         """Call `handler` for every message of this type that nobody awaits by `expect`."""
@@ -73,28 +92,37 @@ class WorkerRegistry:
         """A lost worker of this kind is handed to `callback` instead of ending the run."""
         self._replaceable[kind] = callback
 
-    def expect(self, name: str, message_type: type) -> asyncio.Future[Any]:
-        """The next message of this type from this worker, as a future. At most one may be outstanding."""
-        key = (name, message_type)
-        if key in self._answers and not self._answers[key].done():
-            raise RuntimeError(f"{message_type.__name__} of {name} is awaited already")
-        future = self._answers[key] = asyncio.get_running_loop().create_future()
+    def on_ready(self, kind: str, callback: Callable[[Worker], None]) -> None:
+        """Call `callback` whenever a worker of this kind has become ready."""
+        self._on_ready[kind] = callback
+
+    def expect(self, name: str, kinds: type | UnionType, matches: Callable[[Any], bool] = _any) -> asyncio.Future[Any]:
+        """The next message of this type from this worker that `matches`, as a future; others of its type are passed by."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._awaited.setdefault(name, []).append(_Awaited(kinds=kinds, matches=matches, future=future))
         return future
 
-    async def ask(self, name: str, message: object, answer: type, limit_s: float) -> Any:
-        """Send a message and return the worker's answer.
+    async def ask(
+        self,
+        name: str,
+        message: object,
+        answer: type | UnionType,
+        limit_s: float,
+        matches: Callable[[Any], bool] = _any,
+    ) -> Any:
+        """Send a message and return the worker's answer: the first of this type that `matches` (a repeated one does not).
 
         Raises:
             RunFailed: no answer within the limit.
             WorkerLost: the worker is gone.
         """
-        future = self.expect(name, answer)
+        future = self.expect(name, answer, matches)
         try:
             await self.send(name, message)
-            return await within(limit_s, f"{answer.__name__} from {name}", future)
+            kinds = getattr(answer, "__name__", None) or str(answer)
+            return await within(limit_s, f"{kinds} from {name}", future)
         finally:
-            if self._answers.get((name, answer)) is future:
-                del self._answers[name, answer]
+            discard(future)
 
     async def send(self, name: str, message: object) -> None:
         """Send a message to a worker. Raises WorkerLost if it is not there."""
@@ -120,10 +148,24 @@ class WorkerRegistry:
         workers = sorted((w for w in self.workers.values() if w.kind == kind), key=lambda worker: worker.index)
         return [worker.name for worker in workers]
 
-    def missing(self) -> list[str]:
-        """Expected workers that are not ready, with what they said last."""
+    def expects(self, name: str) -> bool:
+        """Whether the run still wants this worker."""
+        return name in self._expected
+
+    def dismiss(self, name: str) -> None:
+        """The run goes on without this worker; it is turned away if it comes back."""
+        self._expected.pop(name, None)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Wake all who wait for workers; each looks again, and waits for the next time."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def missing(self, names: Sequence[str] | None = None) -> list[str]:
+        """Expected workers (or these) that are not ready, with what they said last."""
         lines = []
-        for name in sorted(self._expected):
+        for name in sorted(self._expected if names is None else names):
             worker = self.workers.get(name)
             if worker is None:
                 lines.append(f"{name} (not connected)")
@@ -131,20 +173,25 @@ class WorkerRegistry:
                 lines.append(f"{name} ({worker.detail or 'connected'})")
         return lines
 
-    async def wait_until_ready(self, limit_s: float) -> None:
-        """Wait for all expected workers.
+    async def wait_until_ready(self, limit_s: float, names: Sequence[str] | None = None) -> None:
+        """Wait for all expected workers, or for these.
 
         Raises:
             RunFailed: the limit passed; the message names who is missing and what they said last.
+            WorkerLost: one of `names` came and was lost again meanwhile.
         """
+        before = {name: self._losses[name] for name in names or ()}
         try:
             async with asyncio.timeout(limit_s):
-                while self.missing():
-                    self._changed.clear()
-                    await self._changed.wait()
+                while self.missing(names):
+                    for name, losses in before.items():
+                        if self._losses[name] > losses:
+                            raise WorkerLost(f"{name} was lost while it started")
+                    changed = self._changed
+                    await changed.wait()
         except TimeoutError:
             raise RunFailed(
-                f"controller.start_timeout_s: not ready after {limit_s:g} s: {', '.join(self.missing())}"
+                f"controller.start_timeout_s: not ready after {limit_s:g} s: {', '.join(self.missing(names))}"
             ) from None
 
     async def receive_forever(self) -> None:
@@ -161,7 +208,7 @@ class WorkerRegistry:
                 continue
             worker = self._by_peer.get(peer)
             if worker is None:
-                self.strangers += 1
+                await self._turn_away(peer)
                 continue
             worker.last_heard = loop.time()
             self._dispatch(worker, message)
@@ -187,17 +234,30 @@ class WorkerRegistry:
         if worker is None:
             return
         self._by_peer.pop(worker.peer, None)
-        for (owner, _), future in self._answers.items():
-            if owner == name and not future.done():
-                future.set_exception(WorkerLost(f"{name} was lost: {reason}"))
+        self._losses[name] += 1
+        self._announce()
+        for awaited in self._awaited.pop(name, []):
+            if not awaited.future.done():
+                awaited.future.set_exception(WorkerLost(f"{name} was lost: {reason}"))
         replace = self._replaceable.get(worker.kind)
         if replace is None:
             raise WorkerLost(f"{name} was lost: {reason}")
         replace(worker, reason)
 
+    async def _turn_away(self, peer: bytes) -> None:
+        """Nothing of what a lost worker still sends is taken in; it is told once to end, so that it can start anew."""
+        self.strangers += 1
+        if peer in self._turned_away:
+            return
+        self._turned_away[peer] = None
+        with contextlib.suppress(PeerGone):
+            await self._channel.send(peer, Shutdown(reason="this run does not know this worker (any more)"))
+
     async def _admit(self, peer: bytes, hello: Hello) -> None:
         name = f"{hello.kind}-{hello.index}"
         refusal = ""
+        if peer in self._turned_away or (self._by_peer.get(peer) is not None):
+            return  # said twice
         if hello.version != laminar.__version__:
             refusal = f"it runs laminar {hello.version}, the controller {laminar.__version__}"
         elif name not in self._expected:
@@ -208,7 +268,9 @@ class WorkerRegistry:
             self._events.emit(
                 Notice(level="warning", text=f"turned {name} (process {hello.pid} on {hello.host}) away: {refusal}")
             )
-            await self._channel.send(peer, Shutdown(reason=refusal))
+            self._turned_away[peer] = None
+            with contextlib.suppress(PeerGone):
+                await self._channel.send(peer, Shutdown(reason=refusal))
             return
         worker = Worker(
             name=name,
@@ -221,23 +283,31 @@ class WorkerRegistry:
         )
         self.workers[name] = worker
         self._by_peer[peer] = worker
-        await self._channel.send(peer, self._welcome(hello.kind, hello.index))
         self._events.emit(WorkerJoined(worker=name, host=hello.host, pid=hello.pid))
-        self._changed.set()
+        try:
+            await self._channel.send(peer, self._welcome(hello.kind, hello.index))
+        except PeerGone as error:
+            self.lost(name, str(error))
+            return
+        self._announce()
 
     def _dispatch(self, worker: Worker, message: Any) -> None:
-        future = self._answers.get((worker.name, type(message)))
-        if future is not None and not future.done():
-            future.set_result(message)
-        elif isinstance(message, Heartbeat):
+        waiting = self._awaited.get(worker.name)
+        if waiting and self._answer(waiting, message):
+            return
+        if isinstance(message, Heartbeat):
             return
         elif isinstance(message, Progress):
             worker.detail = message.text
             self._events.emit(WorkerProgress(worker=worker.name, text=message.text))
         elif isinstance(message, Ready):
+            if worker.ready:
+                return  # said twice
             worker.ready, worker.detail = True, message.detail
             self._events.emit(WorkerReady(worker=worker.name, detail=message.detail))
-            self._changed.set()
+            if worker.kind in self._on_ready:
+                self._on_ready[worker.kind](worker)
+            self._announce()
         elif isinstance(message, WorkerFailed):
             if message.user_error:
                 raise UserError(f"{worker.name}: {message.error}")
@@ -248,3 +318,15 @@ class WorkerRegistry:
             self._events.emit(
                 Notice(level="warning", text=f"{worker.name} sent {type(message).__name__}, which nobody waits for")
             )
+
+    def _answer(self, waiting: list[_Awaited], message: Any) -> bool:
+        """Hand a message to the first who waits for it."""
+        for index, awaited in enumerate(waiting):
+            if awaited.future.done():
+                continue
+            if isinstance(message, awaited.kinds) and awaited.matches(message):
+                awaited.future.set_result(message)
+                del waiting[index]
+                return True
+        waiting[:] = [awaited for awaited in waiting if not awaited.future.done()]
+        return False

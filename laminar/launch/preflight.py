@@ -8,6 +8,7 @@ from pathlib import Path
 from laminar.config.checks import check_config, check_machine
 from laminar.config.load import load_config
 from laminar.config.schema import ExperimentConfig
+from laminar.controller.schedules.make_schedule import make_schedule
 from laminar.launch.check_data import check_source
 
 
@@ -19,6 +20,7 @@ def preflight(path: Path, overrides: Sequence[str]) -> ExperimentConfig:
     """
     config = load_config(path, overrides)
     check_config(config)
+    make_schedule(config)  # loads a buffer strategy of the user's own, too
     check_machine(config)
     check_source(config)
     return config

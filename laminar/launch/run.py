@@ -74,7 +74,7 @@ class LocalRun:
                 run_id=self._run_id,
                 run_dir=self._run_dir,
                 expected_workers=expected_workers(self._config),
-                replace_environment=self._replace_environment,
+                restart=self._restart,
             )
             await self._run_controller()
             return self._outcome()
@@ -133,7 +133,7 @@ class LocalRun:
         self._controller.control.stop()
 
     def _on_exit(self, command: Command, status: int) -> None:
-        """A process ended that was not told to.
+        """A process ended that was not told to: the controller decides what its workers' loss means.
 
         Raises:
             WorkerLost: the run cannot go on without it.
@@ -144,17 +144,17 @@ class LocalRun:
         tail = self._launcher.log_tail(command)
         reason = f"its process ended ({how})" + (f"\n{tail}" if tail else "")
         registry = self._controller.registry
-        replaceable = all(name in registry.workers and registry.workers[name].ready for name in command.workers)
+        if not any(registry.expects(name) for name in command.workers):
+            return  # the run goes on without it
+        if not any(name in registry.workers for name in command.workers):
+            raise WorkerLost(f"{command.name}: {reason}")  # before it said hello
         for name in command.workers:
             registry.lost(name, reason)
-        if not (replaceable and command.name.startswith("environment-")):
-            raise WorkerLost(f"{command.name}: {reason}")
 
-    async def _replace_environment(self, index: int, reason: str) -> None:
-        """Start an environment worker anew. Raises WorkerLost if it was started by hand."""
-        name = f"environment-{index}"
-        command = self._commands.get(name)
+    async def _restart(self, name: str, reason: str) -> None:
+        """Start a lost worker anew. Raises WorkerLost if it was started by hand."""
+        command = self._commands.get({"trainer": "torchrun"}.get(name, name))
         if command is None:
             raise WorkerLost(f"{name} was lost: {reason}. It was started by hand, so it is not restarted")
-        self._launcher.kill(name)  # it may hang in the user's code
+        self._launcher.kill(command.name)  # it may hang
         await self._start(command)

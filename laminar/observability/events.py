@@ -56,6 +56,65 @@ class WorkerReplaced:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class RolloutLost:
+    """A rollout is gone; its trajectories wait for another of their version."""
+
+    rollout: str
+    reason: str
+    trajectories: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrajectoryOrphaned:
+    """Its rollout is gone; it waits to go on elsewhere."""
+
+    trajectory: Trajectory
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrajectoryMoved:
+    """A trajectory in progress goes on: on another rollout, or on its own with newer weights (schedule `partial`)."""
+
+    trajectory: Trajectory
+    rollout: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrajectoryRestarted:
+    """Its version is gone for good, so it is generated anew."""
+
+    trajectory: Trajectory
+    lost_tokens: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RolloutsRepacked:
+    """All trajectories of the source were moved to the target, so that the source can take new weights."""
+
+    source: str
+    target: str
+    trajectories: int
+    tokens: int  # prompt and response tokens to prefill again
+    seconds: float  # from the stop at the source to the new lease
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainerRestarted:
+    """The trainer stands at the step of its newest checkpoint again."""
+
+    step: int
+    lost_steps: int
+    reason: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GroupsReturned:
+    """The trainer lost the steps that consumed these groups; they are in the experience buffer again."""
+
+    groups: list[Group]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class PromptRejected:
     """A prompt that cannot be used."""
 

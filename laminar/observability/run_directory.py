@@ -123,8 +123,7 @@ class RunDirectory:
     def _on_step(self, event: StepFinished) -> None:
         for group in event.groups:
             for trajectory in group.trajectories:
-                staleness = event.policy_version - 1 - (trajectory.policy_version or 0)
-                self._write("trajectories", _trajectory_line(trajectory, step=event.step, staleness=staleness))
+                self._write("trajectories", _trajectory_line(trajectory, step=event.step))
 
     def _on_dropped(self, event: GroupDropped) -> None:
         for trajectory in event.group.trajectories:
@@ -142,9 +141,7 @@ class RunDirectory:
         self._events.emit(Notice(level="warning", text=text))
 
 
-def _trajectory_line(
-    trajectory: Trajectory, *, step: int | None = None, staleness: int | None = None, dropped: str | None = None
-) -> dict[str, Any]:
+def _trajectory_line(trajectory: Trajectory, *, step: int | None = None, dropped: str | None = None) -> dict[str, Any]:
     started, finished = trajectory.started_at, trajectory.finished_at
     return {
         "id": trajectory.trajectory_id,
@@ -152,8 +149,9 @@ def _trajectory_line(
         "prompt_id": trajectory.prompt.prompt_id,
         "source": trajectory.prompt.source,
         "policy_version": trajectory.policy_version,
+        "versions": trajectory.versions,  # [version, index of its first token]; more than one under `partial`
         "step": step,
-        "staleness": staleness,
+        "staleness": trajectory.staleness,
         "prompt_tokens": len(trajectory.prompt.token_ids),
         "response_tokens": trajectory.num_tokens,
         "reward": trajectory.reward,

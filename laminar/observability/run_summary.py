@@ -81,7 +81,7 @@ class RunSummary:
                 self._trajectories += 1
                 self._response_tokens += trajectory.num_tokens
                 self._longest_response = max(self._longest_response, trajectory.num_tokens)
-                self._staleness[event.policy_version - 1 - (trajectory.policy_version or 0)] += 1
+                self._staleness[trajectory.staleness or 0] += 1
 
     def _on_tokens(self, event: TokensAppended) -> None:
         self._generated += event.tokens

@@ -109,10 +109,16 @@ class AbortTrajectories:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PullWeights:
-    """Load the newest version of the store, this one at least; sent only when the rollout has drained."""
+    """Load weights from the store; sent only when nothing is generated. The answer is `WeightsPulled` or `PullFailed`."""
 
     policy_version: int
     store: str  # name of the weight store in shared memory: that of the relay on the rollout's host
+    exact: bool  # this very version, to go on with trajectories of it; else the newest, this one at least
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ReportLoad:
+    """Say your load now, as `RolloutLoad`."""
 
 
 # ---------------------------------------------------------------- rollout -> controller
@@ -134,6 +140,7 @@ class TrajectoryDeltas:
     policy_version: int  # that the engine served
     trajectory_ids: tuple[str, ...]  # K
     leases: tuple[int, ...]  # K
+    starts: np.ndarray  # int32 [K]: tokens of the response before these; tells a repeated delta from a new one
     token_counts: np.ndarray  # int32 [K]
     token_ids: np.ndarray  # int32 [sum of token_counts]
     logprobs: np.ndarray  # float32 [sum of token_counts]
@@ -148,6 +155,14 @@ class WeightsPulled:
     policy_version: int
     seconds: float
     nbytes: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PullFailed:
+    """The store does not hold the version that was asked for; the rollout still serves what it served."""
+
+    policy_version: int  # that was asked for
+    error: str
 
 
 # ---------------------------------------------------------------- controller -> relay, and back
@@ -194,13 +209,16 @@ class PublishWeights:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainStep:
-    """One actor update on N trajectories, and its publish. Every rank gets the whole batch and takes its own share.
+    """Optimizer updates on N trajectories, and the publish if they end the step. Every rank gets all and takes its share.
 
-    Trajectories of a group stand together; mini-batches are cut at group borders.
+    Trajectories of a group stand together; mini-batches are cut at group borders. A step comes as one message, or in
+    parts of one mini-batch each when its schedule trains what has finished first.
     """
 
     step: int
-    publish_version: int
+    part: int  # 0 for the first
+    mini_batches: int  # optimizer updates to make of these trajectories
+    publish_version: int | None  # None: more parts of the step follow
     group_ids: np.ndarray  # int64 [N]
     rewards: np.ndarray  # float32 [N]
     prompt_lengths: np.ndarray  # int32 [N]
@@ -208,14 +226,15 @@ class TrainStep:
     token_ids: np.ndarray  # int32 [sum of prompt and response lengths]: prompt, response, prompt, response, ...
     loss_mask: np.ndarray  # uint8 [sum of response lengths]: 0 where the policy did not write the token
     engine_logprobs: np.ndarray  # float32 [sum of response lengths]
-    staleness: np.ndarray  # int32 [N]: publish_version - 1 - policy_version of each trajectory
+    staleness: np.ndarray  # int32 [N]: version of the trainer less that of each trajectory
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StepTrained:
-    """A rank finished the optimizer updates of a step; metrics are already averaged over ranks."""
+    """A rank finished the optimizer updates of a step or a part; metrics are already averaged over ranks."""
 
     step: int
+    part: int
     seconds: float
     metrics: dict[str, float]
 
@@ -248,6 +267,22 @@ class CheckpointSaved:
     seconds: float
     nbytes: int
     error: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LoadCheckpoint:
+    """Go back to this complete checkpoint: weights, optimizer, random state."""
+
+    step: int
+    path: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CheckpointLoaded:
+    """The rank stands where the checkpoint was written."""
+
+    step: int
+    seconds: float
 
 
 # ---------------------------------------------------------------- controller -> environment, and back
@@ -315,9 +350,11 @@ MESSAGE_TYPES: tuple[type, ...] = (
     Generate,
     AbortTrajectories,
     PullWeights,
+    ReportLoad,
     RolloutLoad,
     TrajectoryDeltas,
     WeightsPulled,
+    PullFailed,
     Broadcast,
     WeightsStored,
     BroadcastFailed,
@@ -327,6 +364,8 @@ MESSAGE_TYPES: tuple[type, ...] = (
     WeightsPublished,
     SaveCheckpoint,
     CheckpointSaved,
+    LoadCheckpoint,
+    CheckpointLoaded,
     FetchPrompts,
     PromptsFetched,
     ScoreTrajectory,

@@ -1,1 +1,4 @@
-"""Modelled workers and the virtual clock come here; they run the controller as it is, on `protocol/memory.py`'s channels."""
+"""The controller as it is, on a virtual clock, with modelled workers: cluster studies and fault schedules.
+
+Nothing here imports torch, vllm, transformers or mpi4py. `docs/simulation-models.md` has every formula and constant.
+"""

@@ -79,8 +79,8 @@ class FakeTrainer(FakeWorker):
             yield messages.WeightsPublished(policy_version=message.policy_version, publish_stall_s=0.0, nbytes=4)
         elif isinstance(message, messages.TrainStep):
             self.steps = (*self.steps, message)
-            yield messages.StepTrained(step=message.step, seconds=0.0, metrics={"loss": 0.5, "mismatch_kl": 0.0})
-            if self.index == 0:
+            yield messages.StepTrained(step=message.step, part=message.part, seconds=0.0, metrics={"loss": 0.5, "mismatch_kl": 0.0})
+            if self.index == 0 and message.publish_version is not None:
                 yield messages.WeightsPublished(policy_version=message.publish_version, publish_stall_s=0.0, nbytes=4)
         elif isinstance(message, messages.SaveCheckpoint):
             yield messages.CheckpointSaved(step=message.step, path=message.path, seconds=0.0, nbytes=4, error="")
@@ -104,6 +104,7 @@ class FakeRollout(FakeWorker):
                     policy_version=self.policy_version,
                     trajectory_ids=(assignment.trajectory_id,),
                     leases=(assignment.lease,),
+                    starts=np.array([len(assignment.token_ids)], np.int32),
                     token_counts=np.array([len(tokens)], np.int32),
                     token_ids=np.array(tokens, np.int32),
                     logprobs=np.full(len(tokens), -1.0, np.float32),

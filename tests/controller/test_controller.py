@@ -30,17 +30,18 @@ class Run:
             run_id="r",
             run_dir=tmp_path,
             expected_workers=expected_workers(config),
-            replace_environment=self.replace_environment,
+            restart=self.restart,
         )
         self.workers = fakes.make_workers(self.network, config, **kinds)
         self.successor = None  # kind of environment worker that takes a lost one's place
         self._tasks = []
 
-    async def replace_environment(self, index, reason):
+    async def restart(self, name, reason):
         """As the launcher does: another process with the same index."""
         if self.successor is None:
             raise WorkerLost(reason)
-        worker = self.successor(self.network, "environment", index, pid=2)
+        kind, _, index = name.rpartition("-")
+        worker = self.successor(self.network, kind, int(index), pid=2)
         self.workers.append(worker)
         self._tasks.append(asyncio.create_task(worker.run()))
 

@@ -13,11 +13,12 @@ def trajectory() -> Trajectory:
     return Trajectory(trajectory_id="0.0", group_id=0, prompt=prompt)
 
 
-def delta(pool, *, lease=1, version=3, tokens=(5, 6), finish=None, logprob=-0.5):
+def delta(pool, *, lease=1, version=3, start=0, tokens=(5, 6), finish=None, logprob=-0.5):
     return pool.take_in(
         "0.0",
         lease=lease,
         policy_version=version,
+        start=start,
         token_ids=np.array(tokens, np.int32),
         logprobs=np.full(len(tokens), logprob, np.float32),
         finish_reason=finish,
@@ -29,7 +30,7 @@ def test_collects_tokens_until_the_finish():
     pool, one = PartialResponsePool(), trajectory()
     pool.lease(one, rollout="rollout-0", policy_version=3, now=1.0)
     assert delta(pool) is None
-    assert delta(pool, tokens=(7,), finish="stop") is one
+    assert delta(pool, start=2, tokens=(7,), finish="stop") is one
     assert one.response_token_ids().tolist() == [5, 6, 7]
     assert one.state is TrajectoryState.FINISHED
     assert (one.policy_version, one.finish_reason, one.started_at, one.finished_at) == (3, "stop", 1.0, 9.0)
@@ -40,12 +41,62 @@ def test_drops_and_counts_what_comes_under_an_old_lease():
     pool, one = PartialResponsePool(), trajectory()
     pool.lease(one, rollout="rollout-0", policy_version=3, now=1.0)
     delta(pool)
-    one.move_to(TrajectoryState.QUEUED)
+    pool.orphan(one)
+    assert pool.take_waiting("rollout-1", 3, 8) == [one]
     pool.lease(one, rollout="rollout-1", policy_version=3, now=2.0)
     assert delta(pool, lease=1, tokens=(8, 9), finish="stop") is None
     assert pool.late_tokens == 2
     assert one.num_tokens == 2
     assert one.state is TrajectoryState.GENERATING
+
+
+def test_drops_a_delta_that_comes_twice_and_refuses_one_that_leaves_tokens_out():
+    pool, one = PartialResponsePool(), trajectory()
+    pool.lease(one, rollout="rollout-0", policy_version=3, now=1.0)
+    delta(pool)
+    assert delta(pool) is None
+    assert (one.num_tokens, pool.late_tokens) == (2, 2)
+    with pytest.raises(RunFailed, match="rollout-0 sent tokens of trajectory 0.0 from number 5 on; only 2 had come"):
+        delta(pool, start=5)
+
+
+def test_a_stopped_trajectory_waits_for_its_destination_with_all_its_tokens():
+    pool, one = PartialResponsePool(), trajectory()
+    pool.lease(one, rollout="rollout-0", policy_version=3, now=1.0)
+    assert delta(pool, finish="abort") is one
+    pool.destine(one, "rollout-1")
+    assert one.state is TrajectoryState.MIGRATING
+    assert pool.take_waiting("rollout-0", 3, 8) == []
+    assert pool.take_waiting("rollout-1", 3, 8) == [one]
+    pool.lease(one, rollout="rollout-1", policy_version=3, now=2.0)
+    assert delta(pool, lease=2, start=2, tokens=(7,), finish="stop") is one
+    assert one.response_token_ids().tolist() == [5, 6, 7]
+    assert (len(pool), pool.late_tokens) == (0, 0)
+
+
+def test_an_orphan_goes_to_a_rollout_of_its_version_or_starts_over_with_a_newer_one():
+    pool, one = PartialResponsePool(), trajectory()
+    pool.lease(one, rollout="rollout-0", policy_version=3, now=1.0)
+    delta(pool)
+    pool.orphan(one)
+    assert pool.has_orphans_for(3)
+    assert not pool.has_orphans_for(4)
+    assert pool.start_over(one) == 2
+    assert not pool.has_orphans_for(2)
+    assert pool.take_waiting("rollout-1", 4, 8) == [one]
+    pool.lease(one, rollout="rollout-1", policy_version=4, now=2.0)
+    assert (one.policy_version, one.num_tokens, one.versions) == (4, 0, [(4, 0)])
+
+
+def test_under_partial_a_trajectory_goes_on_with_newer_weights_and_says_from_which_token():
+    pool, one = PartialResponsePool(mixes_versions=True), trajectory()
+    pool.lease(one, rollout="rollout-0", policy_version=3, now=1.0)
+    delta(pool, finish="abort")
+    pool.destine(one, "rollout-0")
+    assert pool.take_waiting("rollout-0", 4, 8) == [one]
+    pool.lease(one, rollout="rollout-0", policy_version=4, now=2.0)
+    delta(pool, lease=2, version=4, start=2, tokens=(7,), finish="stop")
+    assert (one.policy_version, one.versions, one.num_tokens) == (3, [(3, 0), (4, 2)], 3)
 
 
 def test_drops_what_comes_after_the_finish():
@@ -60,14 +111,15 @@ def test_drops_what_comes_after_the_finish():
 def test_refuses_tokens_of_another_version():
     pool, one = PartialResponsePool(), trajectory()
     pool.lease(one, rollout="rollout-0", policy_version=3, now=1.0)
-    with pytest.raises(RunFailed, match="rollout-0 .* trajectory 0.0 with version 4; it belongs to version 3"):
+    with pytest.raises(RunFailed, match="rollout-0 .* trajectory 0.0 with version 4; it was leased for version 3"):
         delta(pool, version=4)
 
 
 def test_refuses_a_lease_on_a_rollout_of_another_version():
     pool, one = PartialResponsePool(), trajectory()
     pool.lease(one, rollout="rollout-0", policy_version=3, now=1.0)
-    one.move_to(TrajectoryState.QUEUED)
+    pool.orphan(one)
+    assert pool.take_waiting("rollout-1", 4, 8) == []
     with pytest.raises(RuntimeError, match="version 3 leased to rollout-1, which serves version 4"):
         pool.lease(one, rollout="rollout-1", policy_version=4, now=2.0)
 

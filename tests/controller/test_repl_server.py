@@ -8,6 +8,7 @@ import stat
 import pytest
 
 from laminar.controller import repl_commands
+from laminar.controller.checkpoints import Checkpoint
 from laminar.controller.controller import Controller
 from laminar.controller.repl_commands import COMMANDS
 from laminar.controller.repl_server import MAX_LINE_BYTES, ReplServer
@@ -143,7 +144,7 @@ async def test_relays(client):
 async def test_trainer(client, view):
     view.trainer.clock.enter("training")
     view.now.now += 2
-    view.trainer.last_checkpoint = "checkpoints/step-000002"
+    view.trainer.checkpoints.newest = Checkpoint(step=2, path="checkpoints/step-000002")
     text = (await client.ask("trainer"))["text"]
     assert "step        3 of 4" in text and "checkpoints/step-000002" in text
     assert ["trajectories", "6", "75", "%"] in [line.split() for line in text.splitlines()]
@@ -272,7 +273,7 @@ async def test_the_controller_has_all_that_the_repl_looks_at(tmp_path):
         run_id="r",
         run_dir=tmp_path,
         expected_workers=["trainer-0"],
-        replace_environment=None,
+        restart=None,
     )
     names = {name for name in vars(RunView) if not name.startswith("_")}
     assert names and all(hasattr(controller, name) for name in names)

@@ -156,6 +156,61 @@ async def test_when_the_controller_is_killed_engines_that_are_still_starting_end
     await run.all_end(10)
 
 
+async def test_a_rollout_that_dies_is_started_anew_and_no_group_is_lost(start):
+    run = await start(trainer__steps=400, rollout__max_response_tokens=60)
+    line = await run.line(r"rollout-0 is ready")
+    await run.line(r"^ *2/")
+    os.kill(int(line.split("process ")[1].split(")")[0]), signal.SIGKILL)
+    await run.line(r"rollout-0 was lost: its process ended \(signal SIGKILL\)")
+    await run.line(r"rollout-0 is ready")
+    run.process.send_signal(signal.SIGINT)
+    assert await run.end() == 0, run.output
+    nothing_left(run)
+    steps = len(run.lines("metrics.jsonl"))
+    trained = [line for line in run.lines("trajectories.jsonl") if line["step"] is not None]
+    assert len({line["id"] for line in trained}) == len(trained) == steps * 4 * 2
+    assert all(line["staleness"] <= 4 and len(line["versions"]) == 1 for line in trained)
+
+
+async def test_a_trainer_that_dies_goes_on_from_its_newest_checkpoint(start):
+    run = await start(trainer__steps=12, trainer__ranks=2, trainer__checkpoint_every=3, rollout__max_response_tokens=40)
+    line = await run.line(r"trainer-1 is ready")
+    await run.line(r"^ *5/")
+    os.kill(int(line.split("process ")[1].split(")")[0]), signal.SIGKILL)
+    await run.line(r"starting the trainer anew: trainer-\d was lost")
+    assert await run.end() == 0, run.output
+    nothing_left(run)
+    steps = [line["step"] for line in run.lines("metrics.jsonl")]
+    versions = [line["policy_version"] for line in run.lines("metrics.jsonl")]
+    again = next(k for k in range(1, len(steps)) if steps[k] <= steps[k - 1])  # first step after the restart
+    assert steps[again] % 3 == 1 and steps == [*range(1, steps[again - 1] + 1), *range(steps[again], 13)]
+    assert versions == sorted(set(versions))  # never reused
+    lost = set(range(steps[again], steps[again - 1] + 1))
+    trained = [line for line in run.lines("trajectories.jsonl") if line["step"] is not None]
+    assert len(trained) - len({line["id"] for line in trained}) <= len(lost) * 4 * 2
+
+
+@pytest.mark.parametrize("name", ["synchronous", "one_step", "stream", "partial"])
+async def test_every_schedule_runs_on_real_parts(start, name):
+    run = await start(
+        schedule__name=name,
+        trainer__steps=4,
+        trainer__mini_batches=2,
+        rollout__max_response_tokens=60,
+        rollout__delta_interval_s=0.05,
+    )
+    assert await run.end() == 0, run.output
+    nothing_left(run)
+    bound = {"synchronous": 0, "one_step": 1, "stream": 1, "partial": 4}[name]
+    trained = run.lines("trajectories.jsonl")
+    assert len({line["id"] for line in trained}) == len(trained) == 4 * 4 * 2
+    assert max(line["staleness"] for line in trained) <= bound
+    mixed = [line for line in trained if len(line["versions"]) > 1]
+    assert name == "partial" or not mixed
+    assert [line["step"] for line in run.lines("metrics.jsonl")] == [1, 2, 3, 4]
+    assert all(line["mismatch_kl"] < 1e-6 for line in run.lines("metrics.jsonl") if line["staleness_max"] == 0)
+
+
 async def test_a_worker_that_dies_ends_the_run_with_the_end_of_its_log(start):
     run = await start(trainer__steps=100000)
     line = await run.line(r"trainer-0 is ready")

@@ -10,6 +10,7 @@ from laminar.protocol.codec import Codec, CodecError
 DELTAS = messages.TrajectoryDeltas(
     policy_version=4,
     trajectory_ids=("0.0", "0.1"),
+    starts=np.array([0, 5], np.int32),
     leases=(1, 2),
     token_counts=np.array([2, 1], np.int32),
     token_ids=np.array([5, 6, 7], np.int32),
@@ -48,7 +49,7 @@ def test_arrays_of_nested_records_come_back_in_their_places():
 
 def test_arrays_are_not_copied_on_the_way_out():
     frames = Codec().encode(DELTAS)
-    assert np.shares_memory(np.frombuffer(frames[3], np.int32), DELTAS.token_ids)
+    assert np.shares_memory(np.frombuffer(frames[4], np.int32), DELTAS.token_ids)
 
 
 def header(**fields):

@@ -1,34 +1,30 @@
-"""Trajectory-level asynchrony with a strict bound on staleness, kept by admission alone.
+"""Trajectory-level asynchrony: the trainer takes whatever is complete, in the order that the buffer's strategy prefers.
 
-With B groups a step and bound S, a group may start at version v only if fewer than (v + S + 1) * B groups have been
-admitted. When step c + 1 is put together (the trainer is at version c), the oldest groups go first, and the step waits
-unless afterwards, for every version v, at most (v + S - c) * B groups of version v or older stay behind: so many can
-still be trained before their staleness would exceed S.
-
-Why a batch always exists once everything has finished: c * B groups have been trained, so at most (v + S + 1 - c) * B
-groups of version v or older are outstanding (by admission if v started during this step, else by the condition that the
-step before kept), and taking the B oldest leaves at most (v + S - c) * B. Nothing is thrown away, long trajectories
-included; only the step whose deadline it is waits for them.
+Invariant: after a step has taken its groups, of version v or older no more stay behind than later steps can still train
+within the bound. So some picks are obligations: a preferred group is passed over where taking it would leave too few
+places for them, and a step waits only for the groups whose deadline it is. After a loss of steps more may be overdue than
+one step can take; then it is the oldest groups, a whole step of them, and never a wait for more than these.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
+from laminar.controller.buffer_strategies import BufferStrategy
+from laminar.controller.schedules.bounded import BoundedSchedule
 from laminar.controller.schedules.schedule import ReadyGroup
 
 
-class LaminarSchedule:
+class LaminarSchedule(BoundedSchedule):
     """See the module's text; implements `Schedule`."""
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int, steps: int) -> None:
-        self._batch = groups_per_step
-        self._max_staleness = max_staleness
-        self._total = groups_per_step * steps
-
-    def may_admit(self, *, serving_version: int, admitted: int) -> bool:
-        """Whether one more group may start; never more than all steps together need."""
-        return admitted < min((serving_version + self._max_staleness + 1) * self._batch, self._total)
+    def __init__(
+        self, *, groups_per_step: int, max_staleness: int | None, steps: int, strategy: BufferStrategy
+    ) -> None:
+        """`max_staleness`: in versions; None for no bound, so no obligations."""
+        super().__init__(groups_per_step=groups_per_step, max_staleness=max_staleness, steps=steps)
+        self._strategy = strategy
 
     def select(
         self,
@@ -36,19 +32,65 @@ class LaminarSchedule:
         outstanding: Mapping[int, int],
         *,
         published_version: int,
+        part: int,
         no_more_groups: bool,
     ) -> list[int] | None:
-        """The oldest ready groups, if the bound can still be kept for all that stay behind."""
-        oldest_first = sorted(ready, key=lambda group: (group.policy_version, group.group_id))
-        chosen = oldest_first[: self._batch]
-        if len(chosen) < self._batch and not (no_more_groups and len(ready) == sum(outstanding.values()) > 0):
+        """The groups that the strategy prefers, as far as the obligations leave places; None until those are ready.
+
+        O(n log n) in the number of outstanding groups, plus the strategy's own time.
+        """
+        size = self._groups_per_step
+        if len(ready) < size:
+            if no_more_groups and len(ready) == len(outstanding) > 0:
+                return sorted(group.group_id for group in ready)
             return None
-        left = dict(outstanding)
-        for group in chosen:
-            left[group.policy_version] -= 1
-        behind = 0
-        for version in sorted(left):
-            behind += left[version]
-            if behind > max(0, version + self._max_staleness - published_version) * self._batch:
-                return None
-        return [group.group_id for group in chosen]
+        obligations = self._obligations(outstanding, published_version)
+        if not _met(obligations, Counter(group.policy_version for group in ready)):
+            return None
+        # Places for groups newer than each obligation. Only a group that is taken costs time for each of them, and there
+        # are few: at most outstanding / B + 1, and one more per lost version.
+        places = [(version, size - needed) for version, needed in obligations]
+        newest = _newest_allowed(places)
+        chosen: list[int] = []
+        for group in self._strategy.rank(ready, published_version=published_version):
+            version = group.policy_version
+            if newest is not None and version > newest:
+                continue
+            chosen.append(group.group_id)
+            if len(chosen) == size:
+                break
+            if places and version > places[0][0]:
+                places = [(old, left - 1 if version > old else left) for old, left in places]
+                newest = _newest_allowed(places)
+        return chosen
+
+    def _obligations(self, outstanding: Mapping[int, int], published_version: int) -> list[tuple[int, int]]:
+        """(version, how many of this version or older must be taken now), ascending, where there are any."""
+        if self._max_staleness is None:
+            return []
+        counts = Counter(outstanding.values())
+        obligations = []
+        until = 0
+        for version in sorted(counts):
+            until += counts[version]
+            needed = until - self._places(version, published_version + 1)
+            if needed > 0:
+                obligations.append((version, min(needed, self._groups_per_step)))
+        return obligations
+
+
+def _met(obligations: Sequence[tuple[int, int]], ready: Mapping[int, int]) -> bool:
+    """Whether enough groups are ready for every obligation; `ready` counts them by version."""
+    versions = deque(sorted(ready))
+    until = 0
+    for version, needed in obligations:
+        while versions and versions[0] <= version:
+            until += ready[versions.popleft()]
+        if until < needed:
+            return False
+    return True
+
+
+def _newest_allowed(places: Sequence[tuple[int, int]]) -> int | None:
+    """The newest version that may still be taken; None where any may."""
+    return next((version for version, left in places if left == 0), None)

@@ -1,4 +1,4 @@
-"""What the controller asks of a schedule. A schedule has no tasks, no clock and no channel."""
+"""What the controller asks of a schedule. A schedule has no tasks, no clock, no channel, and no memory between calls."""
 
 from __future__ import annotations
 
@@ -12,18 +12,40 @@ class ReadyGroup:
     """A scored group that waits in the experience buffer."""
 
     group_id: int  # grows in the order of admission
-    policy_version: int
+    policy_version: int  # oldest among its members; may grow when a member is generated anew, never fall
+    completed: int  # grows in the order of completion
 
 
 class Schedule(Protocol):
     """Decides which groups may start and which are trained next."""
 
-    def may_admit(self, *, serving_version: int, admitted: int) -> bool:
+    @property
+    def parts(self) -> int:
+        """Batches that one step is selected in, one after the other: 1; the mini-batches under `stream`."""
+        ...
+
+    @property
+    def batch_groups(self) -> int:
+        """Groups per part."""
+        ...
+
+    @property
+    def interrupts(self) -> bool:
+        """Rollouts stop their trajectories to take newer weights and go on with them: `partial`."""
+        ...
+
+    @property
+    def synchronizes(self) -> bool:
+        """Rollouts take new weights together: none before all of them have drained."""
+        ...
+
+    def may_admit(self, *, serving_version: int, admitted: int, lost_steps: int) -> bool:
         """Whether one more group may start on a rollout that serves this version.
 
         Args:
             serving_version: policy version that would generate the group.
-            admitted: groups admitted so far, less those that were dropped.
+            admitted: groups admitted so far, less those that were dropped or evicted.
+            lost_steps: published version less the steps made: versions whose steps the trainer lost by restarting.
         """
         ...
 
@@ -33,14 +55,30 @@ class Schedule(Protocol):
         outstanding: Mapping[int, int],
         *,
         published_version: int,
+        part: int,
         no_more_groups: bool,
     ) -> list[int] | None:
-        """Group ids of the next step's batch; None to wait.
+        """Group ids of the next part of the next step's batch; None to wait.
 
         Args:
             ready: groups in the buffer.
-            outstanding: per policy version, groups admitted and not yet trained or dropped (the ready ones included).
+            outstanding: group id -> policy version of every group that is admitted and not yet taken for training or
+                dropped, the ready ones included.
             published_version: the trainer's own version, that is staleness 0.
-            no_more_groups: the data has ended: what is outstanding is all that will ever come.
+            part: which part of the step, from 0; the groups of the parts before it are no longer outstanding.
+            no_more_groups: the data has ended: what is outstanding is all that will ever come. Then a part may be
+                short; with nothing outstanding there is none (None), and the step ends with the parts that it has.
+        """
+        ...
+
+    def stale(self, outstanding: Sequence[tuple[int, int, bool]], *, published_version: int) -> list[int]:
+        """Ids of the fewest groups to drop so that all others can be trained within the bound from this version on.
+
+        There are some only after the trainer has lost steps. Ask when the groups of the lost steps are back and the
+        restarted trainer has published; where stale groups are to be trained, do not ask: `select` goes on.
+
+        Args:
+            outstanding: (group id, policy version, whether it is ready) of every outstanding group.
+            published_version: the trainer's version after the restart.
         """
         ...

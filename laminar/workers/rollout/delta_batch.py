@@ -14,6 +14,7 @@ from laminar.workers.rollout.engine import EngineDelta
 @dataclass(kw_only=True, slots=True)
 class _Pending:
     lease: int
+    start: int
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
     finish_reason: str | None = None
@@ -29,8 +30,8 @@ class DeltaBatch:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def add(self, trajectory_id: str, lease: int, delta: EngineDelta) -> None:
-        """Add a delta.
+    def add(self, trajectory_id: str, lease: int, start: int, delta: EngineDelta) -> None:
+        """Add a delta; `start` is the number of response tokens before it.
 
         Raises:
             RuntimeError: it is of another version than what is collected (weights changed under open streams).
@@ -42,7 +43,7 @@ class DeltaBatch:
                 f"trajectory {trajectory_id}: the engine served version {delta.policy_version} while deltas of version "
                 f"{self._policy_version} were open"
             )
-        pending = self._pending.setdefault(trajectory_id, _Pending(lease=lease))
+        pending = self._pending.setdefault(trajectory_id, _Pending(lease=lease, start=start))
         pending.token_ids.append(delta.token_ids)
         pending.logprobs.append(delta.logprobs)
         pending.finish_reason = delta.finish_reason
@@ -57,6 +58,7 @@ class DeltaBatch:
             policy_version=self._policy_version,
             trajectory_ids=tuple(trajectory_id for trajectory_id, _ in entries),
             leases=tuple(entry.lease for _, entry in entries),
+            starts=np.array([entry.start for _, entry in entries], np.int32),
             token_counts=np.array(counts, np.int32),
             token_ids=np.concatenate([piece for _, entry in entries for piece in entry.token_ids]),
             logprobs=np.concatenate([piece for _, entry in entries for piece in entry.logprobs]),

@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 from typing import Any
 
+import numpy as np
+
 from laminar.config.schema import ExperimentConfig
 from laminar.protocol import messages
 from laminar.weights.store import WeightStore
 from laminar.workers.rollout.delta_batch import DeltaBatch
-from laminar.workers.rollout.engine import EngineSettings, GenerationRequest, RolloutEngine
+from laminar.workers.rollout.engine import EngineDelta, EngineSettings, GenerationRequest, RolloutEngine
 from laminar.workers.rollout.engines import choose_engine
 from laminar.workers.rollout.stop_tokens import stop_token_ids
 from laminar.workers.worker import WorkerSession, run_worker
@@ -31,6 +33,7 @@ class RolloutWorker:
         self._batch = DeltaBatch()
         self._due = asyncio.Event()  # something to send now
         self._leases: dict[str, int] = {}  # open streams
+        self._aborted: set[str] = set()  # request ids of those that were told to end
 
     async def run(self) -> None:
         """Serve the controller until it says `Shutdown`. What a stream raises ends the worker."""
@@ -41,7 +44,7 @@ class RolloutWorker:
                 async for message in self._session.messages():
                     await self._handle(message, streams)
                 for trajectory_id in self._leases:
-                    await self._engine.abort(trajectory_id)
+                    await self._abort(trajectory_id)
                 sender.cancel()
         except* asyncio.CancelledError:
             raise asyncio.CancelledError from None
@@ -55,15 +58,25 @@ class RolloutWorker:
                 streams.create_task(self._stream(assignment), name=f"stream {assignment.trajectory_id}")
         elif isinstance(message, messages.AbortTrajectories):
             for trajectory_id in message.trajectory_ids:
-                await self._engine.abort(trajectory_id)
+                await self._abort(trajectory_id)
+        elif isinstance(message, messages.ReportLoad):
+            await self._session.send(self._load())
         elif isinstance(message, messages.PullWeights):
             await self._pull(message)
         else:
             raise RuntimeError(f"a rollout does not take {type(message).__name__}")
 
+    async def _abort(self, trajectory_id: str) -> None:
+        lease = self._leases.get(trajectory_id)
+        if lease is not None:  # else it has just ended
+            request_id = _request_id(trajectory_id, lease)
+            self._aborted.add(request_id)  # its stream may not have begun
+            await self._engine.abort(request_id)
+
     async def _stream(self, assignment: messages.TrajectoryAssignment) -> None:
+        lease, request_id = assignment.lease, _request_id(assignment.trajectory_id, assignment.lease)
         request = GenerationRequest(
-            request_id=assignment.trajectory_id,
+            request_id=request_id,
             prompt_token_ids=assignment.prompt_token_ids,
             token_ids=assignment.token_ids,
             max_new_tokens=assignment.max_new_tokens,
@@ -72,18 +85,26 @@ class RolloutWorker:
             stop_token_ids=self._stop_tokens,
             seed=assignment.seed,
         )
+        start = len(assignment.token_ids)
         try:
+            if request_id in self._aborted:
+                self._batch.add(assignment.trajectory_id, lease, start, _nothing(assignment.policy_version))
+                self._due.set()
+                return
             async for delta in self._engine.generate(request):
                 if delta.policy_version != assignment.policy_version:
                     raise RuntimeError(
                         f"trajectory {assignment.trajectory_id} belongs to version {assignment.policy_version}, the "
                         f"engine served {delta.policy_version}"
                     )
-                self._batch.add(assignment.trajectory_id, assignment.lease, delta)
+                self._batch.add(assignment.trajectory_id, lease, start, delta)
+                start += len(delta.token_ids)
                 if delta.finish_reason is not None:
                     self._due.set()
         finally:
-            del self._leases[assignment.trajectory_id]
+            self._aborted.discard(request_id)
+            if self._leases.get(assignment.trajectory_id) == lease:
+                del self._leases[assignment.trajectory_id]
 
     async def _send_forever(self) -> None:
         """Send what has been collected, twice a second or as soon as a trajectory has finished."""
@@ -108,10 +129,13 @@ class RolloutWorker:
         loop = asyncio.get_running_loop()
         started = loop.time()
         store = WeightStore(self._session.welcome.run_id, message.store)
-        version = store.newest()
-        if version is None or version < message.policy_version:
-            raise RuntimeError(f"store {message.store} has version {version}, told to pull {message.policy_version}")
+        newest = store.newest()
+        version = message.policy_version if message.exact or newest is None else newest
         path = store.path(version)
+        if version < message.policy_version or not path.exists():
+            error = f"store {message.store} does not hold it (its newest is {newest})"
+            await self._session.send(messages.PullFailed(policy_version=message.policy_version, error=error))
+            return
         await self._engine.load_weights(str(path), version)
         await self._session.send(
             messages.WeightsPulled(
@@ -120,6 +144,17 @@ class RolloutWorker:
                 nbytes=path.stat().st_size if path.exists() else 0,
             )
         )
+
+
+def _request_id(trajectory_id: str, lease: int) -> str:
+    """Unique even when a stopped trajectory comes back to the same rollout."""
+    return f"{trajectory_id}/{lease}"
+
+
+def _nothing(policy_version: int) -> EngineDelta:
+    """The last delta of a stream that was told to end before it had begun."""
+    empty = np.empty(0, np.int32), np.empty(0, np.float32)
+    return EngineDelta(token_ids=empty[0], logprobs=empty[1], policy_version=policy_version, finish_reason="abort")
 
 
 def engine_settings(config: ExperimentConfig, index: int) -> EngineSettings:

@@ -81,7 +81,7 @@ class Actor:
         )
 
     def train_step(self, message: TrainStep) -> dict[str, float]:
-        """Make the optimizer updates of one step, and return its metrics, the same on every rank.
+        """Make the optimizer updates of one step (or a part of one), and return its metrics, the same on every rank.
 
         Raises:
             RunFailed: a reward, an engine logprob, the loss or the gradient norm is not finite; names step and metric.
@@ -91,10 +91,10 @@ class Actor:
         rate = learning_rate(self.config.trainer.optimizer, message.step, self.config.trainer.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        mini_batches = batch.mini_batches(self.config.trainer.mini_batches)
+        mini_batches = batch.mini_batches(message.mini_batches)
         passes = self._passes(batch, mini_batches)
         old: list[list[torch.Tensor]] | None = None
-        if len(mini_batches) > 1:  # the ratio is taken against the policy before the step, which an update destroys
+        if len(mini_batches) > 1:  # the ratio is taken against the policy before them, which an update destroys
             old = [[self._score(micro_batch) for micro_batch in micro_batches] for micro_batches in passes]
             reshard(self._scoring)
         metrics = StepMetrics()

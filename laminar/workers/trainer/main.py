@@ -15,10 +15,18 @@ from typing import TypeVar
 
 from transformers.utils.logging import disable_progress_bar
 
-from laminar.protocol.messages import PublishWeights, SaveCheckpoint, StepTrained, TrainStep, WeightsPublished
+from laminar.protocol.messages import (
+    CheckpointLoaded,
+    LoadCheckpoint,
+    PublishWeights,
+    SaveCheckpoint,
+    StepTrained,
+    TrainStep,
+    WeightsPublished,
+)
 from laminar.weights.store import WeightStore
 from laminar.workers.trainer.actor import Actor
-from laminar.workers.trainer.checkpoint import save_checkpoint
+from laminar.workers.trainer.checkpoint import load_checkpoint, save_checkpoint
 from laminar.workers.trainer.publish import Publisher
 from laminar.workers.trainer.ranks import Ranks
 from laminar.workers.worker import WorkerSession, run_worker
@@ -60,11 +68,18 @@ async def serve(session: WorkerSession) -> None:
     async def train(message: TrainStep) -> None:
         started = time.perf_counter()
         metrics = await in_thread(lambda: actor.train_step(message))
-        await session.send(StepTrained(step=message.step, seconds=time.perf_counter() - started, metrics=metrics))
-        await publish(message.publish_version)
+        seconds = time.perf_counter() - started
+        await session.send(StepTrained(step=message.step, part=message.part, seconds=seconds, metrics=metrics))
+        if message.publish_version is not None:
+            await publish(message.publish_version)
 
     async def save(message: SaveCheckpoint) -> None:
         await session.send(await in_thread(lambda: save_checkpoint(actor, message)))
+
+    async def load(message: LoadCheckpoint) -> None:
+        started = time.perf_counter()
+        await in_thread(lambda: load_checkpoint(actor, message.path))
+        await session.send(CheckpointLoaded(step=message.step, seconds=time.perf_counter() - started))
 
     async for message in session.messages():
         match message:
@@ -74,6 +89,8 @@ async def serve(session: WorkerSession) -> None:
                 await publish(policy_version)
             case SaveCheckpoint():
                 await save(message)
+            case LoadCheckpoint():
+                await load(message)
             case _:
                 raise RuntimeError(f"the trainer has no use for {type(message).__name__}")
     await preparing

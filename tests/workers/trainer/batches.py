@@ -8,7 +8,7 @@ import torch
 from laminar.protocol.messages import TrainStep
 
 
-def random_step(step=1, *, groups=4, group_size=4, seed=0, masked=True, lengths=(1, 20)) -> TrainStep:
+def random_step(step=1, *, groups=4, group_size=4, seed=0, masked=True, lengths=(1, 20), mini_batches=1) -> TrainStep:
     """Random trajectories of widely varying length; some response tokens are not the policy's."""
     random = np.random.default_rng(seed)
     number = groups * group_size
@@ -17,6 +17,8 @@ def random_step(step=1, *, groups=4, group_size=4, seed=0, masked=True, lengths=
     responses = int(response_lengths.sum())
     return TrainStep(
         step=step,
+        part=0,
+        mini_batches=mini_batches,
         publish_version=step,
         group_ids=np.repeat(np.arange(groups) + 100 * step, group_size).astype(np.int64),
         rewards=random.random(number).astype(np.float32),

@@ -89,8 +89,8 @@ def test_update_equals_a_plain_implementation(make_actor, model_folder, tmp_path
         algorithm["reference_path"] = str(make_model(tmp_path, seed=9))
         reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     # 1e-5: Adam's first updates follow the sign of the gradient, and where that is a rounding error so is the sign.
-    actor = make_actor(mini_batches=mini_batches, algorithm=algorithm, optimizer={"learning_rate": 1e-5})
-    message = random_step(seed=2)
+    actor = make_actor(algorithm=algorithm, optimizer={"learning_rate": 1e-5})
+    message = random_step(seed=2, mini_batches=mini_batches)
     rows = StepBatch(message, normalize_std=True).mini_batches(mini_batches)
     assert len(rows) == mini_batches
     expected, losses = naive_updates(
@@ -130,11 +130,11 @@ def test_gradient_equals_a_plain_implementation(make_actor, model_folder):
 
 
 def test_update_does_not_depend_on_micro_batches(make_actor, fresh_accelerate):
-    message = random_step(seed=6, groups=6)
+    message = random_step(seed=6, groups=6, mini_batches=2)
     results = []
     for budget in (10_000, 120, 30):
         # SGD: rounding errors stay rounding errors.
-        actor = make_actor(max_tokens_per_micro_batch=budget, mini_batches=2)
+        actor = make_actor(max_tokens_per_micro_batch=budget)
         actor.optimizer = torch.optim.SGD(actor.parameters, lr=1.0)
         metrics = actor.train_step(message)
         results.append((parameters_of(actor), metrics))
@@ -168,6 +168,8 @@ def test_rewarded_response_becomes_likelier(make_actor):
 
     empty = TrainStep(
         step=1,
+        part=0,
+        mini_batches=1,
         publish_version=1,
         group_ids=np.array([5, 5], np.int64),
         rewards=np.array([1.0, 0.0], np.float32),
@@ -202,8 +204,8 @@ def test_groups_of_equal_rewards_leave_the_policy_alone(make_actor):
 
 
 def test_several_mini_batches_take_the_ratio_against_the_policy_before_the_step(make_actor):
-    actor = make_actor(mini_batches=4, optimizer={"learning_rate": 1e-2})
-    metrics = actor.train_step(random_step())
+    actor = make_actor(optimizer={"learning_rate": 1e-2})
+    metrics = actor.train_step(random_step(mini_batches=4))
     assert metrics["ratio_max"] > 1.1
     assert metrics["clip_fraction_high"] + metrics["clip_fraction_low"] > 0
 

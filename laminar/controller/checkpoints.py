@@ -1,0 +1,98 @@
+"""Checkpoints as the controller sees them: asks the ranks to write one, knows the newest complete one, has it loaded.
+
+Invariant: `newest` is complete and durable on every rank, or None.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from laminar.controller.worker_registry import WorkerRegistry
+from laminar.observability.events import CheckpointFinished, EventBus, Notice
+from laminar.protocol import messages
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Checkpoint:
+    """A complete one."""
+
+    step: int
+    path: str
+
+
+class Checkpoints:
+    """Those of one run, in its folder."""
+
+    def __init__(self, registry: WorkerRegistry, events: EventBus, folder: Path, *, limit_s: float) -> None:
+        """`limit_s`: longest time to write or to load one."""
+        self.newest: Checkpoint | None = None
+        self.failed = ""  # why the last one could not be written; empty if it was
+        self._registry = registry
+        self._events = events
+        self._folder = folder
+        self._limit_s = limit_s
+
+    async def save(self, ranks: Sequence[str], *, step: int, policy_version: int) -> bool:
+        """Write one; false, with a warning, if it could not be written.
+
+        Raises:
+            RunFailed: a rank did not answer within the limit.
+            WorkerLost: a rank is gone.
+        """
+        path = str(self._folder / f"step-{step:06d}")
+        if self.newest is not None and self.newest.path == path:
+            return True
+        message = messages.SaveCheckpoint(
+            step=step,
+            policy_version=policy_version,
+            path=path,
+            state=json.dumps({"step": step, "policy_version": policy_version}),
+        )
+        answers = await asyncio.gather(
+            *(
+                self._registry.ask(
+                    rank, message, messages.CheckpointSaved, self._limit_s, lambda saved: saved.step == step
+                )
+                for rank in ranks
+            )
+        )
+        self.failed = next((answer.error for answer in answers if answer.error), "")
+        if self.failed:
+            self._events.emit(Notice(level="warning", text=f"checkpoint of step {step} failed: {self.failed}"))
+        else:
+            self.newest = Checkpoint(step=step, path=path)
+        self._events.emit(
+            CheckpointFinished(
+                step=step,
+                path=path,
+                seconds=max(answer.seconds for answer in answers),
+                nbytes=sum(answer.nbytes for answer in answers),
+                error=self.failed,
+            )
+        )
+        return not self.failed
+
+    async def load(self, ranks: Sequence[str], checkpoint: Checkpoint) -> None:
+        """Have all ranks go back to it.
+
+        Raises:
+            RunFailed: a rank did not answer within the limit.
+            WorkerLost: a rank is gone.
+        """
+        message = messages.LoadCheckpoint(step=checkpoint.step, path=checkpoint.path)
+        await asyncio.gather(
+            *(
+                self._registry.ask(
+                    rank,
+                    message,
+                    messages.CheckpointLoaded,
+                    self._limit_s,
+                    lambda loaded: loaded.step == checkpoint.step,
+                )
+                for rank in ranks
+            )
+        )

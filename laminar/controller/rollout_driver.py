@@ -1,0 +1,128 @@
+"""One coroutine per rollout: fill it, let it drain once newer weights are there, let it pull, fill it again.
+
+  rollout manager --assignments--> [ driver of rollout k ] --Generate, AbortTrajectories--> rollout k
+  relay manager ----on_stored----> [                     ] --PullWeights------------------> rollout k
+                                   [                     ] <-TrajectoryDeltas, WeightsPulled--
+
+Each driver looks at its own rollout only; nothing here waits for all of them, unless the schedule synchronizes. Invariants:
+a rollout starts groups only while it serves the newest version that its relay holds; it pulls only when it has drained,
+or has been stopped (schedule `partial`, repack).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from laminar.controller.relay_manager import store_name
+from laminar.controller.replica import Replica
+from laminar.controller.rollout_manager import RolloutManager
+from laminar.controller.worker_registry import WorkerRegistry
+from laminar.errors import RunFailed, WorkerLost
+from laminar.observability.events import EventBus, Notice, WeightsPulled
+from laminar.protocol import messages
+
+
+class RolloutDriver:
+    """The life of a rollout, step by step."""
+
+    def __init__(self, manager: RolloutManager, registry: WorkerRegistry, events: EventBus, *, limit_s: float) -> None:
+        """`limit_s`: longest time without a token, and for a pull or a stop; then the rollout counts as lost."""
+        self._manager = manager
+        self._registry = registry
+        self._events = events
+        self._limit_s = limit_s
+
+    async def drive(self, replica: Replica) -> None:
+        """Ends when the rollout is lost, or by cancellation."""
+        try:
+            while True:
+                await self._turn(replica)
+        except WorkerLost:
+            return  # the rollout manager knows, and has taken its trajectories back
+        except RunFailed as error:
+            if replica.name not in self._registry.workers:
+                raise
+            self._registry.lost(replica.name, str(error))
+
+    async def _turn(self, replica: Replica) -> None:
+        replica.wake.clear()
+        if replica.to_abort:
+            ids, replica.to_abort = tuple(replica.to_abort), []
+            await self._registry.send(replica.name, messages.AbortTrajectories(trajectory_ids=ids))
+        if replica.stopping_for is None:
+            wanted = self._manager.wanted_version(replica)
+            if wanted == replica.policy_version:
+                if wanted >= 0:
+                    await self._fill(replica)
+            elif not replica.in_flight:
+                if self._manager.may_pull(replica, wanted):
+                    await self._pull(replica, wanted)
+                    return
+            elif self._manager.schedule.interrupts:
+                await self.stop(replica, replica.name)
+        elif not replica.in_flight:  # all have been stopped
+            replica.stopping_for = None
+            replica.stopped.set()
+            return
+        replica.clock.enter(self._waits_for(replica))
+        await self._wait(replica)
+
+    async def stop(self, replica: Replica, go_on_at: str) -> None:
+        """Stop all its trajectories; as their last deltas come in, they wait to go on at that rollout."""
+        replica.stopping_for = go_on_at
+        await self._registry.send(replica.name, messages.AbortTrajectories(trajectory_ids=tuple(replica.in_flight)))
+
+    async def _wait(self, replica: Replica) -> None:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await replica.wake.wait()
+        except TimeoutError:
+            silent = asyncio.get_running_loop().time() - replica.last_token_at
+            if replica.in_flight and silent >= self._limit_s:
+                raise RunFailed(
+                    f"{replica.name} has {len(replica.in_flight)} trajectories and has sent no token for "
+                    f"{silent:.0f} s (controller.step_timeout_s)"
+                ) from None
+
+    def _waits_for(self, replica: Replica) -> str:
+        if replica.in_flight:
+            return "generating"
+        manager = self._manager
+        if manager.control.generation_paused:
+            return "paused"
+        if manager.schedule.synchronizes and manager.pool.held:
+            return "batch"  # the others' trajectories
+        if replica.policy_version < max(0, manager.relays.published_version):
+            return "weights"
+        if not len(manager.prompts):
+            return "prompts"
+        return "admission"  # max_staleness: the trainer has to consume first
+
+    async def _pull(self, replica: Replica, version: int) -> None:
+        replica.clock.enter("pulling")
+        relay = replica.relay
+        message = messages.PullWeights(
+            policy_version=version, store=store_name(relay.rank), exact=version < relay.stored_version
+        )
+        answer = await self._registry.ask(
+            replica.name,
+            message,
+            messages.WeightsPulled | messages.PullFailed,
+            self._limit_s,
+            matches=lambda pulled: pulled.policy_version >= version,
+        )
+        if isinstance(answer, messages.PullFailed):
+            relay.forget(answer.policy_version)
+            text = f"{replica.name} could not pull version {answer.policy_version}: {answer.error}"
+            self._events.emit(Notice(level="warning", text=text))
+            return
+        self._manager.pulled(replica, answer.policy_version)
+        self._events.emit(
+            WeightsPulled(rollout=replica.name, policy_version=answer.policy_version, seconds=answer.seconds)
+        )
+
+    async def _fill(self, replica: Replica) -> None:
+        assignments = self._manager.assignments(replica)
+        if assignments:
+            replica.clock.enter("generating")
+            await self._registry.send(replica.name, messages.Generate(assignments=assignments))
