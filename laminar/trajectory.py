@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+NO_TOKEN_IDS = np.empty(0, np.int32)
+NO_LOGPROBS = np.empty(0, np.float32)
+
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -124,11 +127,11 @@ class Trajectory:
 
     def response_token_ids(self) -> NDArray[np.int32]:
         """All generated token ids, int32 [T]."""
-        return np.concatenate(self.token_ids) if self.token_ids else np.empty(0, np.int32)
+        return np.concatenate(self.token_ids) if self.token_ids else NO_TOKEN_IDS
 
     def response_logprobs(self) -> NDArray[np.float32]:
         """The engine's logprob of each generated token, float32 [T]."""
-        return np.concatenate(self.logprobs) if self.logprobs else np.empty(0, np.float32)
+        return np.concatenate(self.logprobs) if self.logprobs else NO_LOGPROBS
 
 
 @dataclass(kw_only=True, slots=True)

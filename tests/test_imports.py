@@ -21,6 +21,7 @@ ALLOWED = {
     "observability": {"config", "protocol", "trajectory", "errors"},
     "protocol": {"errors"},
     "rewards": {"errors", "config", "data"},
+    "simulation": {"config", "controller", "errors", "launch", "observability", "protocol", "trajectory"},
     "weights": {"errors"},
     "workers": {"config", "errors", "protocol", "weights", "algorithms", "data", "rewards"},
 }

@@ -64,6 +64,18 @@ def load_section(root: type[Root], kind: FileKind, path: str | Path, overrides: 
         raise  # not reached: a ValidationError has errors
 
 
+def _deepest(details: Sequence[ErrorDetails], data: object) -> list[ErrorDetails]:
+    """Without "is no text" of a section that could have been a text, where there are mistakes inside of the section."""
+    paths = [_path(detail["loc"], data, absent=detail["type"] == "missing") for detail in details]
+    return [
+        detail
+        for detail, path in zip(details, paths, strict=True)
+        if not isinstance(detail["input"], Mapping)
+        or detail["type"] == "missing"
+        or not any(len(other) > len(path) and other[: len(path)] == path for other in paths)
+    ]
+
+
 def _message(detail: ErrorDetails, data: object, file: str, overrides: Sequence[str], root: type[Section]) -> str:
     """One mistake: the key, the value, what was expected, what to do."""
     path = _path(detail["loc"], data, absent=detail["type"] == "missing")

@@ -5,7 +5,6 @@ Invariant: `newest` is complete and durable on every rank, or None.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,13 +51,8 @@ class Checkpoints:
             path=path,
             state=json.dumps({"step": step, "policy_version": policy_version}),
         )
-        answers = await asyncio.gather(
-            *(
-                self._registry.ask(
-                    rank, message, messages.CheckpointSaved, self._limit_s, lambda saved: saved.step == step
-                )
-                for rank in ranks
-            )
+        answers = await self._registry.ask_all(
+            ranks, message, messages.CheckpointSaved, self._limit_s, lambda saved: saved.step == step
         )
         self.failed = next((answer.error for answer in answers if answer.error), "")
         if self.failed:
@@ -84,15 +78,10 @@ class Checkpoints:
             WorkerLost: a rank is gone.
         """
         message = messages.LoadCheckpoint(step=checkpoint.step, path=checkpoint.path)
-        await asyncio.gather(
-            *(
-                self._registry.ask(
-                    rank,
-                    message,
-                    messages.CheckpointLoaded,
-                    self._limit_s,
-                    lambda loaded: loaded.step == checkpoint.step,
-                )
-                for rank in ranks
-            )
+        await self._registry.ask_all(
+            ranks,
+            message,
+            messages.CheckpointLoaded,
+            self._limit_s,
+            lambda loaded: loaded.step == checkpoint.step,
         )

@@ -32,7 +32,7 @@ from laminar.controller.environment_manager import EnvironmentManager
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
-from laminar.controller.relay_manager import MASTER, RelayManager, store_name
+from laminar.controller.relay_manager import MASTER, Relay, RelayManager, store_name
 from laminar.controller.repacker import Repacker
 from laminar.controller.rollout_driver import RolloutDriver
 from laminar.controller.rollout_manager import Live, RolloutManager
@@ -145,8 +145,8 @@ class Controller:
         )
         if relays_come_back:
             self.relays.tolerate_losses()
-        self.relays.on_stored = self._wake
-        self.prompts.on_filled = self._wake
+        self.relays.on_change = self._on_relay
+        self.prompts.on_filled = self._on_prompts
         self.control.on_change.append(self.rollouts.wake_all)
         events.subscribe(lambda _: self.rollouts.wake_all(), StepFinished, GroupDropped)
         events.subscribe(lambda event: self._remember(event.trajectory), TrajectoryStarted)
@@ -202,6 +202,7 @@ class Controller:
         ]
         for name in self.registry.names("environment"):
             tasks.append(group.create_task(self.environments.work_forever(name), name=f"calls of {name}"))
+        tasks.append(group.create_task(self.driver.watch_forever(), name="watch over rollouts"))
         lives: list[Live] = [self.driver.drive]
         if self.config.repack.enabled:
             lives.append(self.repacker.poll_forever)
@@ -225,10 +226,14 @@ class Controller:
             store=stores.get(kind, ""),
         )
 
-    def _wake(self) -> None:
-        """Prompts have come or ended, or a relay has come, gone, or stored a version."""
+    def _on_prompts(self) -> None:
         self.rollouts.wake_all()
-        self.buffer.changed.set()
+        self.buffer.changed.set()  # the data may have ended
+
+    def _on_relay(self, relay: Relay) -> None:
+        self.rollouts.relay_changed(relay)
+        if self.relays.must_publish_again:
+            self.buffer.changed.set()
 
     def _on_scored(self, trajectory: Trajectory) -> None:
         """A member of a group has its reward, or never will."""

@@ -22,6 +22,7 @@ from laminar.trajectory import Trajectory, TrajectoryState
 
 SCORE_ATTEMPTS = 2  # the user's code may be what kills the worker
 FETCH_ATTEMPTS = 5
+REPLACE_ATTEMPTS = 5  # in a row, for one worker
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,6 +57,7 @@ class EnvironmentManager:
         self._restart = restart
         self._calls: asyncio.Queue[_Call] = asyncio.Queue()
         self.pending_scores = 0
+        self._started = False  # all workers were ready once
         registry.on_lost("environment", self._on_lost)
 
     async def fetch_prompts(self, start: int, count: int) -> messages.PromptsFetched:
@@ -111,6 +113,7 @@ class EnvironmentManager:
 
         Consumes the queue of calls, waits for the worker's answers, unblocks whoever made the call.
         """
+        self._started = True
         while True:
             call = await self._calls.get()
             if not call.wanted():
@@ -137,10 +140,17 @@ class EnvironmentManager:
                 call.done(answer, None)
 
     async def _replace_worker(self, name: str, reason: str) -> None:
-        self._events.emit(WorkerReplaced(worker=name, reason=reason))
-        self._events.emit(Notice(level="warning", text=f"{name} is replaced: {reason}"))
-        await self._restart(name, reason)
-        await self._registry.wait_until_ready(self._fetch_timeout_s, [name])
+        for attempt in range(REPLACE_ATTEMPTS):
+            self._events.emit(WorkerReplaced(worker=name, reason=reason))
+            self._events.emit(Notice(level="warning", text=f"{name} is replaced: {reason}"))
+            await self._restart(name, reason)
+            try:
+                await self._registry.wait_until_ready(self._fetch_timeout_s, [name])
+                return
+            except WorkerLost as error:
+                if attempt == REPLACE_ATTEMPTS - 1:
+                    raise
+                reason = str(error)
 
     def _scored(
         self, trajectory: Trajectory, answer: messages.TrajectoryScored | None, error: RunFailed | None
@@ -163,5 +173,5 @@ class EnvironmentManager:
 
     def _on_lost(self, worker: Worker, reason: str) -> None:
         """Its coroutine in `work_forever` notices at its next call; but one that never got ready ends the run."""
-        if not worker.ready:
+        if not worker.ready and not self._started:
             raise WorkerLost(f"{worker.name} did not start: {reason}")

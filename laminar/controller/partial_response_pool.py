@@ -167,9 +167,9 @@ class PartialResponsePool:
         return policy_version == first
 
     def _undestine(self, trajectory: Trajectory) -> None:
-        if trajectory.state is TrajectoryState.MIGRATING and trajectory.rollout is not None:
-            destined = self._destined.get(trajectory.rollout)
-            if destined is not None:
-                destined.pop(trajectory.trajectory_id, None)
-                if not destined:
-                    del self._destined[trajectory.rollout]
+        """Whatever its state: its group may have been dropped meanwhile."""
+        destined = self._destined.get(trajectory.rollout or "")
+        if destined is not None:
+            destined.pop(trajectory.trajectory_id, None)
+            if not destined:
+                del self._destined[trajectory.rollout or ""]

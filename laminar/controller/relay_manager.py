@@ -64,7 +64,7 @@ class RelayManager:
         self.published_version = -1
         self.broadcasting: int | None = None
         self.epoch = 0
-        self.on_stored: Callable[[], None] = lambda: None
+        self.on_change: Callable[[Relay], None] = lambda relay: None  # it holds other versions, has come or gone
         self._registry = registry
         self._events = events
         self._chunk_bytes = int(config.relay.chunk_mib * (1 << 20))
@@ -85,10 +85,6 @@ class RelayManager:
         """Ranks in the order in which the weights travel, the master relay first."""
         return tuple(relay.rank for relay in self.present())
 
-    def anyone_holds(self, version: int) -> bool:
-        """Whether any relay holds this version, or is to get it."""
-        return version == self.published_version or any(relay.holds(version) for relay in self.relays)
-
     @property
     def must_publish_again(self) -> bool:
         """The master relay is there, but no relay holds the newest version any more."""
@@ -105,12 +101,12 @@ class RelayManager:
         if self.relays[MASTER] in self.present():
             self.relays[MASTER].store(version)
         self._due.set()
-        self.on_stored()
+        self.on_change(self.relays[MASTER])
 
     async def broadcast_forever(self) -> None:
         """Carry each published version to all relays, and to those that come later.
 
-        Waits for `published` and for relays that get ready; unblocks the rollout drivers by `on_stored`.
+        Waits for `published` and for relays that get ready; unblocks the rollout drivers by `on_change`.
         """
         while True:
             await self._due.wait()
@@ -174,7 +170,7 @@ class RelayManager:
         """It starts with an empty store; the newest version, if there is one already, is brought to it."""
         self.relays[worker.index].host = worker.host
         self._due.set()
-        self.on_stored()
+        self.on_change(self.relays[worker.index])
 
     def _on_lost(self, worker: Worker, reason: str) -> None:
         self.relays[worker.index].versions = []
@@ -184,13 +180,13 @@ class RelayManager:
         answer = self._answers.get(worker.index)
         if answer is not None and not answer.done():
             answer.set_exception(WorkerLost(f"{worker.name} was lost: {reason}"))
-        self.on_stored()
+        self.on_change(self.relays[worker.index])
 
     def _on_answer(self, worker: Worker, message: WeightsStored | BroadcastFailed) -> None:
         """A relay may send two answers for one version: it has stored it, and then could not forward it."""
         if isinstance(message, WeightsStored) and not self.relays[worker.index].holds(message.policy_version):
             self.relays[worker.index].store(message.policy_version)
-            self.on_stored()
+            self.on_change(self.relays[worker.index])
         waiting = self._answers.get(worker.index)
         if waiting is not None and not waiting.done() and message.policy_version == self.broadcasting:
             waiting.set_result(message)

@@ -1,7 +1,7 @@
 """One coroutine per rollout: fill it, let it drain once newer weights are there, let it pull, fill it again.
 
   rollout manager --assignments--> [ driver of rollout k ] --Generate, AbortTrajectories--> rollout k
-  relay manager ----on_stored----> [                     ] --PullWeights------------------> rollout k
+  relay manager ----on_change----> [                     ] --PullWeights------------------> rollout k
                                    [                     ] <-TrajectoryDeltas, WeightsPulled--
 
 Each driver looks at its own rollout only; nothing here waits for all of them, unless the schedule synchronizes. Invariants:
@@ -44,6 +44,20 @@ class RolloutDriver:
                 raise
             self._registry.lost(replica.name, str(error))
 
+    async def watch_forever(self) -> None:
+        """A rollout that has trajectories and has sent no token for the limit counts as lost."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._limit_s / 4)
+            for replica in list(self._manager.replicas.values()):
+                silent = loop.time() - replica.last_token_at
+                if replica.in_flight and silent >= self._limit_s:
+                    reason = (
+                        f"it has {len(replica.in_flight)} trajectories and has sent no token for {silent:.0f} s "
+                        "(controller.step_timeout_s)"
+                    )
+                    self._registry.lost(replica.name, reason)
+
     async def _turn(self, replica: Replica) -> None:
         replica.wake.clear()
         if replica.to_abort:
@@ -65,24 +79,12 @@ class RolloutDriver:
             replica.stopped.set()
             return
         replica.clock.enter(self._waits_for(replica))
-        await self._wait(replica)
+        await replica.wake.wait()  # for something to do; `watch_forever` looks after rollouts that fall silent
 
     async def stop(self, replica: Replica, go_on_at: str) -> None:
         """Stop all its trajectories; as their last deltas come in, they wait to go on at that rollout."""
         replica.stopping_for = go_on_at
         await self._registry.send(replica.name, messages.AbortTrajectories(trajectory_ids=tuple(replica.in_flight)))
-
-    async def _wait(self, replica: Replica) -> None:
-        try:
-            async with asyncio.timeout(self._limit_s):
-                await replica.wake.wait()
-        except TimeoutError:
-            silent = asyncio.get_running_loop().time() - replica.last_token_at
-            if replica.in_flight and silent >= self._limit_s:
-                raise RunFailed(
-                    f"{replica.name} has {len(replica.in_flight)} trajectories and has sent no token for "
-                    f"{silent:.0f} s (controller.step_timeout_s)"
-                ) from None
 
     def _waits_for(self, replica: Replica) -> str:
         if replica.in_flight:

@@ -16,7 +16,7 @@ from laminar.config.schema import ExperimentConfig
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
-from laminar.controller.relay_manager import RelayManager
+from laminar.controller.relay_manager import Relay, RelayManager
 from laminar.controller.replica import Replica
 from laminar.controller.run_control import RunControl
 from laminar.controller.schedules.schedule import Schedule
@@ -82,6 +82,8 @@ class RolloutManager:
         self._next_group = 0
         self._restarting: dict[str, int] = {}  # by name: number of the restart that is under way
         self._restart_number = 0
+        self._relay_of: dict[str, Relay] = {}  # rollouts of the run, those included that are being brought back
+        self._by_relay: dict[int, dict[str, Replica]] = {}  # rollouts that are there
         self._serving: Counter[int] = Counter()  # rollouts by version
         self._rescuers: dict[int, str] = {}  # version of orphans -> rollout that takes it to go on with them
         self._spawn: Spawn | None = None
@@ -103,6 +105,14 @@ class RolloutManager:
         self._spawn, self._lives = spawn, lives
         for name in self._registry.names("rollout"):
             self._on_ready(self._registry.workers[name])
+
+    def relay_changed(self, relay: Relay) -> None:
+        """It holds another version, or has come or gone: that concerns the rollouts on its host."""
+        if self.schedule.synchronizes:
+            self.wake_all()
+            return
+        for replica in self._by_relay.get(relay.rank, {}).values():
+            replica.wake.set()
 
     def wake_all(self) -> None:
         """Something changed that may let a rollout go on."""
@@ -153,7 +163,8 @@ class RolloutManager:
         leased = [self._lease(trajectory, replica) for trajectory in waiting]
         for trajectory in waiting:
             self._events.emit(TrajectoryMoved(trajectory=trajectory, rollout=replica.name))
-        while self._may_start(replica):
+        share = self._share(replica)
+        while len(replica.in_flight) < share and self._may_start(replica):
             prompt = self.prompts.take()
             if prompt is None:
                 break
@@ -164,6 +175,22 @@ class RolloutManager:
                 self._events.emit(TrajectoryStarted(trajectory=trajectory))
         return tuple(leased)
 
+    def _share(self, replica: Replica) -> int:
+        """Trajectories that each rollout would have if all that may start now were spread evenly over all.
+
+        A rollout starts groups while it has fewer: otherwise the first to come would take all that the schedule admits.
+        """
+        total = self.pool.held + self._room(replica) * self._group_size
+        return min(self._max_running, -(-total // len(self.replicas)))
+
+    def _room(self, replica: Replica) -> int:
+        return self.schedule.room(
+            serving_version=replica.policy_version,
+            admitted=self._buffer.admitted,
+            ready=len(self._buffer),
+            lost_steps=self._buffer.lost_steps,
+        )
+
     def _may_start(self, replica: Replica) -> bool:
         return (
             not self.control.generation_paused
@@ -172,11 +199,7 @@ class RolloutManager:
             and len(replica.in_flight) + self._group_size <= self._max_running
             and replica.policy_version >= replica.relay.stored_version
             and (not self.schedule.synchronizes or self._serving[replica.policy_version] == len(self.replicas))
-            and self.schedule.may_admit(
-                serving_version=replica.policy_version,
-                admitted=self._buffer.admitted,
-                lost_steps=self._buffer.lost_steps,
-            )
+            and self._room(replica) > 0
         )
 
     def _new_group(self, prompt: Prompt, version: int) -> Group:
@@ -302,6 +325,8 @@ class RolloutManager:
         self._restarting.pop(worker.name, None)
         self.replicas[replica.name] = replica
         self._serving[replica.policy_version] += 1
+        self._relay_of[replica.name] = replica.relay
+        self._by_relay.setdefault(replica.relay.rank, {})[replica.name] = replica
         replica.tasks = [self._spawn(live(replica), f"{live.__name__} {replica.name}") for live in self._lives]
 
     def _on_lost(self, worker: Worker, reason: str) -> None:
@@ -323,6 +348,7 @@ class RolloutManager:
                 trajectories += 1
             replica.in_flight.clear()
             self._serving[replica.policy_version] -= 1
+            del self._by_relay[replica.relay.rank][replica.name]
             self._rescuers = {version: name for version, name in self._rescuers.items() if name != worker.name}
         self._events.emit(RolloutLost(rollout=worker.name, reason=reason, trajectories=trajectories))
         self._events.emit(Notice(level="warning", text=f"{worker.name} was lost: {reason}"))
@@ -363,6 +389,8 @@ class RolloutManager:
         if not self.replicas and not self._restarting:
             raise RunFailed(f"no rollout is left: {name}: {reason}")
         self._registry.dismiss(name)
+        self._relay_of.pop(name, None)
+        self.wake_all()
         self._events.emit(Notice(level="warning", text=f"going on without {name}: {reason}"))
 
     def _orphan(self, trajectory: Trajectory) -> None:
@@ -371,13 +399,14 @@ class RolloutManager:
         self.wake_all()
 
     def _settle_orphans(self) -> None:
-        """Start those anew whose version no rollout serves and no relay holds."""
+        """Start those anew whose version no rollout serves and none can pull."""
         if not self._regenerate or self.schedule.interrupts:
             return
-        served = {replica.policy_version for replica in self.replicas.values()}
+        at_hand = {replica.policy_version for replica in self.replicas.values()} | {self.relays.published_version}
+        for relay in self._relay_of.values():
+            at_hand.update(relay.versions)
         for trajectory in list(self.pool.orphans.values()):
-            version = trajectory.policy_version
-            if trajectory.versions and version not in served and not self.relays.anyone_holds(version or 0):
+            if trajectory.versions and trajectory.policy_version not in at_hand:
                 lost = self.pool.start_over(trajectory)
                 self._events.emit(TrajectoryRestarted(trajectory=trajectory, lost_tokens=lost))
 

@@ -36,7 +36,7 @@ from laminar.observability.events import (
     WeightsPublished,
 )
 from laminar.protocol import messages
-from laminar.trajectory import Group
+from laminar.trajectory import NO_LOGPROBS, Group
 
 LEADER = "trainer-0"  # the rank that publishes
 
@@ -149,7 +149,7 @@ class TrainerDriver:
 
     async def _make_step(self) -> bool:
         """Train one step on the parts that its schedule selects; false when the run should end."""
-        step, version = self.step + 1, self._issued + 1
+        step = self.step + 1
         metrics: Counter[str] = Counter()
         train_s, parts = 0.0, 0
         while parts < self._schedule.parts:
@@ -158,15 +158,16 @@ class TrainerDriver:
                 break
             self._in_training += groups
             last = parts == self._schedule.parts - 1
-            self._issued = version if last else self._issued
-            answer = await self._train(groups, step=step, part=parts, publish_version=version if last else None)
+            version = self._issued + 1 if last else None
+            self._issued = version or self._issued
+            answer = await self._train(groups, step=step, part=parts, publish_version=version)
             train_s += answer.seconds
             metrics.update(answer.metrics)
             parts += 1
         if not parts:
             return False
-        if parts < self._schedule.parts:  # the data ended within the step
-            await self._publish(version)
+        if parts < self._schedule.parts:  # the data ended within the step, or the run is to end
+            await self._publish(self._issued + 1)
         self._finish_step(step, train_s, {name: value / parts for name, value in metrics.items()})
         return True
 
@@ -192,13 +193,12 @@ class TrainerDriver:
         """The next groups to train; None when the run should end."""
         loop = asyncio.get_running_loop()
         waiting_since = loop.time()
-        while not self._control.stop_requested.is_set() or part:  # a step that has begun is finished
+        while not self._control.stop_requested.is_set():
             if self._lost:
                 raise WorkerLost(self._lost)
             self._buffer.changed.clear()
-            if self._relays.must_publish_again and not part:
-                self._events.emit(Notice(level="warning", text=f"publishing version {self.policy_version} again"))
-                await self._publish(self.policy_version)
+            if self._relays.must_publish_again:
+                await self._publish_again(in_step=part > 0)
             if not self._control.training_allowed.is_set():
                 self.clock.enter("paused")
             else:
@@ -227,6 +227,16 @@ class TrainerDriver:
                 ) from None
         return None
 
+    async def _publish_again(self, *, in_step: bool) -> None:
+        """No relay holds the newest version any more. In the middle of a step the weights are no longer that version's."""
+        version = self._issued + 1 if in_step else self.policy_version
+        self._events.emit(
+            Notice(level="warning", text=f"version {self.policy_version} is lost; publishing version {version}")
+        )
+        await self._publish(version)
+        if in_step and self._drop_stale:
+            self._buffer.drop_stale(self._schedule, version)
+
     def _leave(self, groups: list[Group]) -> None:
         short = self._schedule.batch_groups - len(groups)
         reason = f"the data ended {short} groups short of a step (data.last_batch: drop)"
@@ -254,11 +264,8 @@ class TrainerDriver:
             return bool(trained.step == step and trained.part == part)
 
         try:
-            answers = await asyncio.gather(
-                *(
-                    self._registry.ask(rank, message, messages.StepTrained, self._limit_s, answers_this)
-                    for rank in self._ranks
-                )
+            answers = await self._registry.ask_all(
+                self._ranks, message, messages.StepTrained, self._limit_s, answers_this
             )
             if publish_version is not None:
                 self.clock.enter("publishing")
@@ -344,8 +351,9 @@ def train_step_message(
 ) -> messages.TrainStep:
     """The batch as flat arrays; trajectories of a group stand together, in the order of `groups`."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    prompts = [trajectory.prompt.token_ids for trajectory in trajectories]
-    responses = [trajectory.response_token_ids() for trajectory in trajectories]
+    lengths = [trajectory.num_tokens for trajectory in trajectories]
+    token_ids = [piece for t in trajectories for piece in (t.prompt.token_ids, *t.token_ids)]
+    logprobs = [piece for trajectory in trajectories for piece in trajectory.logprobs]
     return messages.TrainStep(
         step=step,
         part=part,
@@ -353,10 +361,10 @@ def train_step_message(
         publish_version=publish_version,
         group_ids=np.array([trajectory.group_id for trajectory in trajectories], np.int64),
         rewards=np.array([trajectory.reward for trajectory in trajectories], np.float32),
-        prompt_lengths=np.array([len(prompt) for prompt in prompts], np.int32),
-        response_lengths=np.array([len(response) for response in responses], np.int32),
-        token_ids=np.concatenate([piece for pair in zip(prompts, responses, strict=True) for piece in pair]),
-        loss_mask=np.ones(sum(len(response) for response in responses), np.uint8),
-        engine_logprobs=np.concatenate([trajectory.response_logprobs() for trajectory in trajectories]),
+        prompt_lengths=np.array([len(trajectory.prompt.token_ids) for trajectory in trajectories], np.int32),
+        response_lengths=np.array(lengths, np.int32),
+        token_ids=np.concatenate(token_ids),
+        loss_mask=np.ones(sum(lengths), np.uint8),
+        engine_logprobs=np.concatenate(logprobs or [NO_LOGPROBS]),
         staleness=np.array([trajectory.staleness for trajectory in trajectories], np.int32),
     )

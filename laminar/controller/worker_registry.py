@@ -124,6 +124,30 @@ class WorkerRegistry:
         finally:
             discard(future)
 
+    async def ask_all(
+        self,
+        names: Sequence[str],
+        message: object,
+        answer: type | UnionType,
+        limit_s: float,
+        matches: Callable[[Any], bool] = _any,
+    ) -> list[Any]:
+        """Send a message to several workers at once and return their answers; the first failure ends all waits.
+
+        Raises:
+            RunFailed: one did not answer within the limit.
+            WorkerLost: one is gone.
+        """
+        tasks = [
+            asyncio.create_task(self.ask(name, message, answer, limit_s, matches), name=f"ask {name}") for name in names
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def send(self, name: str, message: object) -> None:
         """Send a message to a worker. Raises WorkerLost if it is not there."""
         worker = self.workers.get(name)

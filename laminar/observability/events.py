@@ -248,13 +248,19 @@ class EventBus:
 
     def __init__(self) -> None:
         self._subscribers: list[tuple[tuple[type, ...], Callable[[Any], None]]] = []
+        self._by_type: dict[type, tuple[Callable[[Any], None], ...]] = {}  # of those above, for types seen so far
 
     def subscribe(self, subscriber: Callable[[Any], None], *kinds: type) -> None:
         """Call `subscriber` with every event of these kinds (all events if none is named)."""
         self._subscribers.append((kinds, subscriber))
+        self._by_type.clear()
 
     def emit(self, event: object) -> None:
         """Deliver an event now."""
-        for kinds, subscriber in self._subscribers:
-            if not kinds or isinstance(event, kinds):
-                subscriber(event)
+        kind = type(event)
+        subscribers = self._by_type.get(kind)
+        if subscribers is None:
+            subscribers = tuple(s for kinds, s in self._subscribers if not kinds or issubclass(kind, kinds))
+            self._by_type[kind] = subscribers
+        for subscriber in subscribers:
+            subscriber(event)

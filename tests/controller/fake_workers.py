@@ -79,7 +79,9 @@ class FakeTrainer(FakeWorker):
             yield messages.WeightsPublished(policy_version=message.policy_version, publish_stall_s=0.0, nbytes=4)
         elif isinstance(message, messages.TrainStep):
             self.steps = (*self.steps, message)
-            yield messages.StepTrained(step=message.step, part=message.part, seconds=0.0, metrics={"loss": 0.5, "mismatch_kl": 0.0})
+            yield messages.StepTrained(
+                step=message.step, part=message.part, seconds=0.0, metrics={"loss": 0.5, "mismatch_kl": 0.0}
+            )
             if self.index == 0 and message.publish_version is not None:
                 yield messages.WeightsPublished(policy_version=message.publish_version, publish_stall_s=0.0, nbytes=4)
         elif isinstance(message, messages.SaveCheckpoint):

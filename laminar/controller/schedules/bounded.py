@@ -18,23 +18,28 @@ class BoundedSchedule:
     interrupts = False
     synchronizes = False
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int | None, steps: int) -> None:
-        """`max_staleness`: in versions; None for no bound."""
+    def __init__(self, *, groups_per_step: int, max_staleness: int | None, steps: int, ready_batches: int = 1) -> None:
+        """
+        Args:
+            max_staleness: in versions; None for no bound.
+            ready_batches: without a bound, no group starts while complete groups for so many steps wait.
+        """
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._total = groups_per_step * steps
+        self._ready_limit = groups_per_step * ready_batches
 
     @property
     def batch_groups(self) -> int:
         """Groups per part."""
         return self._groups_per_step // self.parts
 
-    def may_admit(self, *, serving_version: int, admitted: int, lost_steps: int) -> bool:
-        """Whether one more group may start; never more than all steps together need."""
+    def room(self, *, serving_version: int, admitted: int, ready: int, lost_steps: int) -> int:
+        """Groups that may start now; never more than all steps together need."""
         if self._max_staleness is None:
-            return admitted < self._total
+            return max(0, self._total - admitted) if ready < self._ready_limit else 0
         steps = serving_version - lost_steps + self._max_staleness + 1
-        return admitted < min(steps * self._groups_per_step, self._total)
+        return max(0, min(steps * self._groups_per_step, self._total) - admitted)
 
     def stale(self, outstanding: Sequence[tuple[int, int, bool]], *, published_version: int) -> list[int]:
         """The fewest groups to drop: oldest versions first, of one version those that are not ready first."""

@@ -20,10 +20,18 @@ class LaminarSchedule(BoundedSchedule):
     """See the module's text; implements `Schedule`."""
 
     def __init__(
-        self, *, groups_per_step: int, max_staleness: int | None, steps: int, strategy: BufferStrategy
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int | None,
+        steps: int,
+        strategy: BufferStrategy,
+        ready_batches: int = 1,
     ) -> None:
         """`max_staleness`: in versions; None for no bound, so no obligations."""
-        super().__init__(groups_per_step=groups_per_step, max_staleness=max_staleness, steps=steps)
+        super().__init__(
+            groups_per_step=groups_per_step, max_staleness=max_staleness, steps=steps, ready_batches=ready_batches
+        )
         self._strategy = strategy
 
     def select(

@@ -36,7 +36,11 @@ def make_schedule(config: ExperimentConfig) -> Schedule:
         case "laminar" | "partial" as name:
             kind = LaminarSchedule if name == "laminar" else PartialSchedule
             return kind(
-                groups_per_step=groups_per_step, max_staleness=bound, steps=steps, strategy=load_strategy(config)
+                groups_per_step=groups_per_step,
+                max_staleness=bound,
+                steps=steps,
+                strategy=load_strategy(config),
+                ready_batches=config.schedule.ready_batches,
             )
         case "synchronous":
             return SynchronousSchedule(groups_per_step=groups_per_step, steps=steps)

@@ -140,7 +140,9 @@ class World:
     # ------------------------------------------------------------ rollouts
 
     def may_admit(self, version):
-        return self.schedule.may_admit(serving_version=version, admitted=self.admitted, lost_steps=self.lost)
+        return self.schedule.room(
+            serving_version=version, admitted=self.admitted, ready=len(self.ready), lost_steps=self.lost
+        )
 
     def may_pull(self, k):
         if self.schedule.interrupts:

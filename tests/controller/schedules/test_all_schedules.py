@@ -105,13 +105,13 @@ def test_after_a_loss_stale_groups_are_dropped_or_trained_late(name):
 
 
 class AdmitsOneTooMany(LaminarSchedule):
-    def may_admit(self, *, serving_version, admitted, lost_steps):
-        return super().may_admit(serving_version=serving_version, admitted=admitted - 1, lost_steps=lost_steps)
+    def room(self, *, serving_version, admitted, ready, lost_steps):
+        return super().room(serving_version=serving_version, admitted=admitted - 1, ready=ready, lost_steps=lost_steps)
 
 
 class ForgetsLostSteps(LaminarSchedule):
-    def may_admit(self, *, serving_version, admitted, lost_steps):
-        return super().may_admit(serving_version=serving_version, admitted=admitted, lost_steps=0)
+    def room(self, *, serving_version, admitted, ready, lost_steps):
+        return super().room(serving_version=serving_version, admitted=admitted, ready=ready, lost_steps=0)
 
 
 class HasNoObligations(LaminarSchedule):
