@@ -209,8 +209,8 @@ class ScheduleConfig(Section):
     """`laminar`: every trajectory on its own. `synchronous`: generate a batch, train on it, sync weights. `one_step`: train on an earlier batch while one is generated, sync between batches. `stream`: the same, and what has finished first goes to the first mini-batches. `partial`: interrupt all trajectories for each new version and go on with it (mixes versions)."""
     max_staleness: Annotated[int, Field(ge=0)] | Literal["unbounded"] | None = None
     """No trajectory is trained that is more versions old than this; enforced by admission, nothing is thrown away. null takes the schedule's own: 4 for `laminar` and `partial`, 1 for `one_step` and `stream`, 0 for `synchronous`. `unbounded` (`laminar`, `partial`) lets staleness follow from latency alone."""
-    ready_batches: Annotated[int, Field(ge=1)] = 1
-    """With `max_staleness: unbounded`: no group starts while complete groups for so many steps wait for the trainer."""
+    outstanding_batches: Annotated[float, Field(ge=1)] = 2.0
+    """With `max_staleness: unbounded`: groups that are in progress or wait for the trainer at most, in steps' worth. More keeps rollouts busier and makes trajectories older."""
     on_stale: Literal["drop", "train"] = "drop"
     """What to do with groups that cannot be trained within `max_staleness` any more, which happens only after the trainer lost steps: leave them out, counted by length, or train on them all the same."""
 

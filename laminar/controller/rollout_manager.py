@@ -187,7 +187,7 @@ class RolloutManager:
         return self.schedule.room(
             serving_version=replica.policy_version,
             admitted=self._buffer.admitted,
-            ready=len(self._buffer),
+            outstanding=self._buffer.outstanding,
             lost_steps=self._buffer.lost_steps,
         )
 

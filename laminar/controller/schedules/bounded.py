@@ -18,26 +18,28 @@ class BoundedSchedule:
     interrupts = False
     synchronizes = False
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int | None, steps: int, ready_batches: int = 1) -> None:
+    def __init__(
+        self, *, groups_per_step: int, max_staleness: int | None, steps: int, outstanding_batches: float = 2.0
+    ) -> None:
         """
         Args:
             max_staleness: in versions; None for no bound.
-            ready_batches: without a bound, no group starts while complete groups for so many steps wait.
+            outstanding_batches: without a bound, groups that are in progress or wait for the trainer at most, in steps.
         """
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._total = groups_per_step * steps
-        self._ready_limit = groups_per_step * ready_batches
+        self._most_outstanding = int(groups_per_step * outstanding_batches)
 
     @property
     def batch_groups(self) -> int:
         """Groups per part."""
         return self._groups_per_step // self.parts
 
-    def room(self, *, serving_version: int, admitted: int, ready: int, lost_steps: int) -> int:
+    def room(self, *, serving_version: int, admitted: int, outstanding: int, lost_steps: int) -> int:
         """Groups that may start now; never more than all steps together need."""
         if self._max_staleness is None:
-            return max(0, self._total - admitted) if ready < self._ready_limit else 0
+            return max(0, min(self._total - admitted, self._most_outstanding - outstanding))
         steps = serving_version - lost_steps + self._max_staleness + 1
         return max(0, min(steps * self._groups_per_step, self._total) - admitted)
 

@@ -26,11 +26,14 @@ class LaminarSchedule(BoundedSchedule):
         max_staleness: int | None,
         steps: int,
         strategy: BufferStrategy,
-        ready_batches: int = 1,
+        outstanding_batches: float = 2.0,
     ) -> None:
         """`max_staleness`: in versions; None for no bound, so no obligations."""
         super().__init__(
-            groups_per_step=groups_per_step, max_staleness=max_staleness, steps=steps, ready_batches=ready_batches
+            groups_per_step=groups_per_step,
+            max_staleness=max_staleness,
+            steps=steps,
+            outstanding_batches=outstanding_batches,
         )
         self._strategy = strategy
 

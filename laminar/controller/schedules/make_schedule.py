@@ -40,7 +40,7 @@ def make_schedule(config: ExperimentConfig) -> Schedule:
                 max_staleness=bound,
                 steps=steps,
                 strategy=load_strategy(config),
-                ready_batches=config.schedule.ready_batches,
+                outstanding_batches=config.schedule.outstanding_batches,
             )
         case "synchronous":
             return SynchronousSchedule(groups_per_step=groups_per_step, steps=steps)

@@ -39,13 +39,13 @@ class Schedule(Protocol):
         """Rollouts take new weights together: none before all of them have drained."""
         ...
 
-    def room(self, *, serving_version: int, admitted: int, ready: int, lost_steps: int) -> int:
+    def room(self, *, serving_version: int, admitted: int, outstanding: int, lost_steps: int) -> int:
         """How many groups may start now on rollouts that serve this version.
 
         Args:
             serving_version: policy version that would generate the group.
             admitted: groups admitted so far, less those that were dropped or evicted.
-            ready: complete groups that wait for the trainer.
+            outstanding: groups admitted and not yet taken for training or dropped.
             lost_steps: published version less the steps made: versions whose steps the trainer lost by restarting.
         """
         ...

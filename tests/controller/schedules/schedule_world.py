@@ -141,7 +141,7 @@ class World:
 
     def may_admit(self, version):
         return self.schedule.room(
-            serving_version=version, admitted=self.admitted, ready=len(self.ready), lost_steps=self.lost
+            serving_version=version, admitted=self.admitted, outstanding=len(self.outstanding()), lost_steps=self.lost
         )
 
     def may_pull(self, k):

@@ -105,13 +105,15 @@ def test_after_a_loss_stale_groups_are_dropped_or_trained_late(name):
 
 
 class AdmitsOneTooMany(LaminarSchedule):
-    def room(self, *, serving_version, admitted, ready, lost_steps):
-        return super().room(serving_version=serving_version, admitted=admitted - 1, ready=ready, lost_steps=lost_steps)
+    def room(self, *, serving_version, admitted, outstanding, lost_steps):
+        return super().room(
+            serving_version=serving_version, admitted=admitted - 1, outstanding=outstanding, lost_steps=lost_steps
+        )
 
 
 class ForgetsLostSteps(LaminarSchedule):
-    def room(self, *, serving_version, admitted, ready, lost_steps):
-        return super().room(serving_version=serving_version, admitted=admitted, ready=ready, lost_steps=0)
+    def room(self, *, serving_version, admitted, outstanding, lost_steps):
+        return super().room(serving_version=serving_version, admitted=admitted, outstanding=outstanding, lost_steps=0)
 
 
 class HasNoObligations(LaminarSchedule):

@@ -9,7 +9,7 @@ from laminar.controller.schedules.bounded import BoundedSchedule
 
 
 def admits(schedule, version, admitted, lost_steps=0):
-    return schedule.room(serving_version=version, admitted=admitted, ready=0, lost_steps=lost_steps)
+    return schedule.room(serving_version=version, admitted=admitted, outstanding=0, lost_steps=lost_steps)
 
 
 def test_admits_as_many_groups_as_the_staleness_bound_allows():

@@ -16,8 +16,8 @@ def select(schedule, ready, running=None, *, part=0, ended=False):
 def test_synchronous_starts_nothing_in_advance():
     schedule = SynchronousSchedule(groups_per_step=2, steps=10)
     assert schedule.synchronizes and not schedule.interrupts
-    assert schedule.room(serving_version=3, admitted=7, ready=0, lost_steps=0)
-    assert not schedule.room(serving_version=3, admitted=8, ready=0, lost_steps=0)
+    assert schedule.room(serving_version=3, admitted=7, outstanding=0, lost_steps=0)
+    assert not schedule.room(serving_version=3, admitted=8, outstanding=0, lost_steps=0)
 
 
 def test_one_step_waits_for_its_batch_whatever_else_is_ready():

@@ -40,14 +40,14 @@ def test_each_name_makes_its_schedule_with_its_own_staleness(name, kind, stalene
     assert max_staleness(config) == staleness
     assert (schedule.parts, schedule.batch_groups) == (parts, 4 // parts)
     at_most = 4 * (staleness + 1)
-    assert schedule.room(serving_version=0, admitted=at_most - 1, ready=0, lost_steps=0)
-    assert not schedule.room(serving_version=0, admitted=at_most, ready=0, lost_steps=0)
+    assert schedule.room(serving_version=0, admitted=at_most - 1, outstanding=0, lost_steps=0)
+    assert not schedule.room(serving_version=0, admitted=at_most, outstanding=0, lost_steps=0)
 
 
 def test_unbounded_admits_all_that_the_steps_need():
     schedule = make_schedule(experiment("laminar", "unbounded"))
-    assert schedule.room(serving_version=0, admitted=39, ready=0, lost_steps=0)
-    assert not schedule.room(serving_version=0, admitted=40, ready=0, lost_steps=0)
+    assert schedule.room(serving_version=0, admitted=39, outstanding=0, lost_steps=0)
+    assert not schedule.room(serving_version=0, admitted=40, outstanding=0, lost_steps=0)
 
 
 @pytest.mark.parametrize(
