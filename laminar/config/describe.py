@@ -29,8 +29,11 @@ def dotted(path: Path) -> str:
 
 def expected_text(field: FieldInfo, *, element: bool = False) -> str:
     """Type and range of a field, for example `integer, at least 1`; or of the elements of its list or mapping."""
-    if element and (arguments := typing.get_args(field.annotation)):
-        return _describe(arguments[-1] if typing.get_origin(field.annotation) is dict else arguments[0])
+    annotation = field.annotation
+    if typing.get_origin(annotation) in (Union, types.UnionType):  # a list or mapping, or null
+        annotation = next(part for part in typing.get_args(annotation) if part is not type(None))
+    if element and (arguments := typing.get_args(annotation)):
+        return _describe(arguments[-1] if typing.get_origin(annotation) is dict else arguments[0])
     return _describe(field.annotation, field.metadata)
 
 
@@ -131,10 +134,13 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin in (Union, types.UnionType):
         nullable = type(None) in arguments
         members = [part for part in arguments if part is not type(None)]
-        text = _describe(members[0], metadata) if len(members) == 1 else _union(members)
+        text = _describe(members[0], metadata) if len(members) == 1 else _union(members) + _range(metadata)
         return f"{text}, or null" if nullable else text
     if origin is list:
-        return "list of " + _plural(_describe(arguments[0])) + _range(metadata)
+        element = _describe(arguments[0])
+        if section_types(arguments[0]) and " or " in element:
+            return f"list{_range(metadata)}, each {element}"
+        return "list of " + _plural(element) + _range(metadata)
     if origin is tuple:
         return f"list of {len(arguments)} {_plural(_describe(arguments[0]))}"
     if origin is dict:

@@ -23,9 +23,15 @@ values out of range are refused before anything starts. A dash in the column Def
 
 def reference() -> str:
     """The whole page as Markdown."""
-    parts = [INTRODUCTION, _table("Top level", "", ExperimentConfig)]
-    parts += [_table(title, prefix, section) for title, prefix, section in _sections(ExperimentConfig, "")]
-    return "\n".join(parts)
+    return "\n".join([INTRODUCTION, *tables(ExperimentConfig)])
+
+
+def tables(root: type[Section]) -> list[str]:
+    """A Markdown table for the top level, and one for every section below it."""
+    return [
+        _table("Top level", "", root),
+        *(_table(title, prefix, section) for title, prefix, section in _sections(root, "")),
+    ]
 
 
 def _sections(parent: type[Section], prefix: str) -> Iterator[tuple[str, str, type[Section]]]:
@@ -46,8 +52,9 @@ def _table(title: str, prefix: str, section: type[Section]) -> str:
     for name, field in section.model_fields.items():
         inner = section_types(field.annotation)
         kind = expected_text(field)
-        if len(inner) == 1 and typing.get_origin(field.annotation) is not list:
-            kind = "section"
+        is_list = typing.get_origin(field.annotation) is list
+        if len(inner) == 1 and not is_list and set(typing.get_args(field.annotation)) <= {inner[0], type(None)}:
+            kind = "section" if field.annotation is inner[0] else "section, or null"
         default = default_text(field)
         absent = "-" if field.is_required() else "all defaults"
         shown = absent if default is None else f"`{default}`"

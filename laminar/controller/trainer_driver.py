@@ -14,9 +14,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import numpy as np
-
 from laminar.config.schema import ExperimentConfig
+from laminar.controller.batch_arrays import BatchArrays
 from laminar.controller.checkpoints import Checkpoints
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.relay_manager import RelayManager
@@ -36,7 +35,7 @@ from laminar.observability.events import (
     WeightsPublished,
 )
 from laminar.protocol import messages
-from laminar.trajectory import NO_LOGPROBS, Group
+from laminar.trajectory import Group
 
 LEADER = "trainer-0"  # the rank that publishes
 
@@ -87,6 +86,7 @@ class TrainerDriver:
         self._restarts = 0  # since the last step
         self._max_restarts = config.trainer.restarts
         self._steps_lost = 0
+        self._batch_arrays = BatchArrays()
         self._in_training: list[Group] = []  # the parts so far of the step that is being made
         self._since_checkpoint: list[list[Group]] = []  # per step, what it consumed
         control.on_change.append(buffer.changed.set)
@@ -166,9 +166,12 @@ class TrainerDriver:
             parts += 1
         if not parts:
             return False
-        if parts < self._schedule.parts:  # the data ended within the step, or the run is to end
+        short = parts < self._schedule.parts
+        if short:  # the data ended within the step, the run is to end, or the newest version was lost
             await self._publish(self._issued + 1)
         self._finish_step(step, train_s, {name: value / parts for name, value in metrics.items()})
+        if short and self._drop_stale and not self._control.stop_requested.is_set():
+            self._buffer.drop_stale(self._schedule, self.policy_version)
         return True
 
     def _finish_step(self, step: int, train_s: float, metrics: dict[str, float]) -> None:
@@ -198,7 +201,11 @@ class TrainerDriver:
                 raise WorkerLost(self._lost)
             self._buffer.changed.clear()
             if self._relays.must_publish_again:
-                await self._publish_again(in_step=part > 0)
+                if part:  # the weights are no longer those of that version: the step ends with the parts that it has
+                    return None
+                text = f"version {self.policy_version} is lost, the trainer publishes it again"
+                self._events.emit(Notice(level="warning", text=text))
+                await self._publish(self.policy_version)
             if not self._control.training_allowed.is_set():
                 self.clock.enter("paused")
             else:
@@ -227,16 +234,6 @@ class TrainerDriver:
                 ) from None
         return None
 
-    async def _publish_again(self, *, in_step: bool) -> None:
-        """No relay holds the newest version any more. In the middle of a step the weights are no longer that version's."""
-        version = self._issued + 1 if in_step else self.policy_version
-        self._events.emit(
-            Notice(level="warning", text=f"version {self.policy_version} is lost; publishing version {version}")
-        )
-        await self._publish(version)
-        if in_step and self._drop_stale:
-            self._buffer.drop_stale(self._schedule, version)
-
     def _leave(self, groups: list[Group]) -> None:
         short = self._schedule.batch_groups - len(groups)
         reason = f"the data ended {short} groups short of a step (data.last_batch: drop)"
@@ -249,7 +246,7 @@ class TrainerDriver:
     ) -> messages.StepTrained:
         self.clock.enter("training")
         self._events.emit(StepStarted(step=step, groups=len(groups)))
-        message = train_step_message(
+        message = self._batch_arrays.message(
             groups,
             step=step,
             part=part,
@@ -344,27 +341,3 @@ class TrainerDriver:
         self._buffer.lost_steps = self.policy_version - step
         if returned:
             self._buffer.give_back(returned)
-
-
-def train_step_message(
-    groups: list[Group], *, step: int, part: int, mini_batches: int, publish_version: int | None
-) -> messages.TrainStep:
-    """The batch as flat arrays; trajectories of a group stand together, in the order of `groups`."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    lengths = [trajectory.num_tokens for trajectory in trajectories]
-    token_ids = [piece for t in trajectories for piece in (t.prompt.token_ids, *t.token_ids)]
-    logprobs = [piece for trajectory in trajectories for piece in trajectory.logprobs]
-    return messages.TrainStep(
-        step=step,
-        part=part,
-        mini_batches=mini_batches,
-        publish_version=publish_version,
-        group_ids=np.array([trajectory.group_id for trajectory in trajectories], np.int64),
-        rewards=np.array([trajectory.reward for trajectory in trajectories], np.float32),
-        prompt_lengths=np.array([len(trajectory.prompt.token_ids) for trajectory in trajectories], np.int32),
-        response_lengths=np.array(lengths, np.int32),
-        token_ids=np.concatenate(token_ids),
-        loss_mask=np.ones(sum(lengths), np.uint8),
-        engine_logprobs=np.concatenate(logprobs or [NO_LOGPROBS]),
-        staleness=np.array([trajectory.staleness for trajectory in trajectories], np.int32),
-    )
