@@ -112,6 +112,11 @@ def _repack(config: ExperimentConfig) -> Iterator[str]:
             "repack.enabled: true; under schedule.name: partial no rollout is ever held by stragglers, because all are "
             "interrupted for new weights; set it to false"
         )
+    if config.schedule.name in ("synchronous", "one_step", "stream"):
+        yield (
+            f"repack.enabled: true; under schedule.name: {config.schedule.name} an emptied rollout has to wait for the others "
+            "all the same; set it to false"
+        )
     if config.repack.batch_bound > config.rollout.max_running:
         yield (
             f"repack.batch_bound: {config.repack.batch_bound}; expected at most rollout.max_running "

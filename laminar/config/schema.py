@@ -212,7 +212,7 @@ class ScheduleConfig(Section):
     outstanding_batches: Annotated[float, Field(ge=1)] = 2.0
     """With `max_staleness: unbounded`: groups that are in progress or wait for the trainer at most, in steps' worth. More keeps rollouts busier and makes trajectories older."""
     on_stale: Literal["drop", "train"] = "drop"
-    """What to do with groups that cannot be trained within `max_staleness` any more, which happens only after the trainer lost steps: leave them out, counted by length, or train on them all the same."""
+    """What to do with groups that cannot be trained within `max_staleness` any more, which happens only after the trainer lost steps, or a step was cut short: leave them out, counted by length, or train on them all the same."""
 
 
 class BufferConfig(Section):

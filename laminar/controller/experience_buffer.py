@@ -89,9 +89,7 @@ class ExperienceBuffer:
         outstanding = [(group_id, _version(g), group_id in self._ready) for group_id, g in self._outstanding.items()]
         for group_id in schedule.stale(outstanding, published_version=published_version):
             group = self._outstanding[group_id]
-            reason = (
-                f"too stale after the trainer lost steps: version {group.policy_version}, trainer {published_version}"
-            )
+            reason = f"cannot be trained in time: version {group.policy_version}, trainer {published_version}"
             self.drop(group, f"{reason} (schedule.on_stale)")
 
     def drop(self, group: Group, reason: str) -> None:

@@ -103,15 +103,14 @@ class RolloutDriver:
     async def _pull(self, replica: Replica, version: int) -> None:
         replica.clock.enter("pulling")
         relay = replica.relay
-        message = messages.PullWeights(
-            policy_version=version, store=store_name(relay.rank), exact=version < relay.stored_version
-        )
+        exact = version < relay.stored_version
+        message = messages.PullWeights(policy_version=version, store=store_name(relay.rank), exact=exact)
         answer = await self._registry.ask(
             replica.name,
             message,
             messages.WeightsPulled | messages.PullFailed,
             self._limit_s,
-            matches=lambda pulled: pulled.policy_version >= version,
+            matches=lambda pulled: pulled.policy_version == version or (not exact and pulled.policy_version > version),
         )
         if isinstance(answer, messages.PullFailed):
             relay.forget(answer.policy_version)

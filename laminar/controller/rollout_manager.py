@@ -417,6 +417,10 @@ class RolloutManager:
             version = trajectory.policy_version
             if version is None or not trajectory.versions or version in served or not replica.relay.holds(version):
                 continue
-            if self._rescuers.setdefault(version, replica.name) == replica.name:
+            rescuer = self.replicas.get(self._rescuers.get(version, ""))
+            if rescuer is None or not rescuer.relay.holds(version):
+                self._rescuers[version] = replica.name
+                return version
+            if rescuer is replica:
                 return version
         return None

@@ -80,6 +80,7 @@ class TrainerDriver:
         self._data_ended = data_ended
         self._describe_wait = describe_wait
         self._restart = restart
+        self._publishing: asyncio.Future[messages.WeightsPublished] | None = None
         self._issued = -1  # newest version that a rank was ever told to publish
         self._lost = ""  # why a rank is gone
         self._to_start_anew = False
@@ -128,11 +129,23 @@ class TrainerDriver:
         message = messages.PublishWeights(policy_version=version)
         for rank in self._ranks[1:]:
             await self._registry.send(rank, message)
-        self._published(
-            await self._registry.ask(
-                LEADER, message, messages.WeightsPublished, self._limit_s, lambda m: m.policy_version == version
-            )
+        published = self._expect_publish(version)
+        try:
+            await self._registry.send(LEADER, message)
+            await self._wait_for_publish(published, version)
+        finally:
+            discard(published)
+
+    def _expect_publish(self, version: int | None) -> asyncio.Future[messages.WeightsPublished]:
+        """The leader's word that it has published; failed when any rank is lost, for then it may never come."""
+        self._publishing = self._registry.expect(
+            LEADER, messages.WeightsPublished, lambda published: published.policy_version == version
         )
+        return self._publishing
+
+    async def _wait_for_publish(self, published: asyncio.Future[messages.WeightsPublished], version: int) -> None:
+        self.clock.enter("publishing")
+        self._published(await within(self._limit_s, f"{LEADER} to publish version {version}", published))
 
     def _published(self, answer: messages.WeightsPublished) -> None:
         self.policy_version = answer.policy_version
@@ -253,9 +266,7 @@ class TrainerDriver:
             mini_batches=self._mini_batches // self._schedule.parts,
             publish_version=publish_version,
         )
-        published = self._registry.expect(
-            LEADER, messages.WeightsPublished, lambda m: m.policy_version == publish_version
-        )
+        published = self._expect_publish(publish_version)
 
         def answers_this(trained: Any) -> bool:
             return bool(trained.step == step and trained.part == part)
@@ -265,8 +276,7 @@ class TrainerDriver:
                 self._ranks, message, messages.StepTrained, self._limit_s, answers_this
             )
             if publish_version is not None:
-                self.clock.enter("publishing")
-                self._published(await within(self._limit_s, f"{LEADER} to publish {publish_version}", published))
+                await self._wait_for_publish(published, publish_version)
         finally:
             discard(published)
         trained: messages.StepTrained = answers[0]
@@ -290,6 +300,8 @@ class TrainerDriver:
         if not self._can_start_anew():
             raise WorkerLost(text)
         self._lost = self._lost or text
+        if self._publishing is not None and not self._publishing.done():
+            self._publishing.set_exception(WorkerLost(text))
         self._buffer.changed.set()
 
     def _can_start_anew(self) -> bool:
