@@ -69,6 +69,9 @@ class Repacker:
                 except TimeoutError:
                     pass
                 self._published.clear()
+                # An emptied rollout gains nothing where no group may start, and the target's trajectories get slower.
+                if not self._manager.room_for_more():
+                    continue
                 self.newest_plan = plan(self._observations(), self._bounds)
                 for move in self.newest_plan.moves:
                     moves.create_task(self._move(move), name=f"repack {move.source} -> {move.target}")

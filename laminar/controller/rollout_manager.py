@@ -180,12 +180,16 @@ class RolloutManager:
 
         A rollout starts groups while it has fewer: otherwise the first to come would take all that the schedule admits.
         """
-        total = self.pool.held + self._room(replica) * self._group_size
+        total = self.pool.held + self._room(replica.policy_version) * self._group_size
         return min(self._max_running, -(-total // len(self.replicas)))
 
-    def _room(self, replica: Replica) -> int:
+    def room_for_more(self) -> bool:
+        """Whether a rollout that took the newest weights now could start a group."""
+        return self._room(self.relays.published_version) > 0 and len(self.prompts) > 0
+
+    def _room(self, version: int) -> int:
         return self.schedule.room(
-            serving_version=replica.policy_version,
+            serving_version=version,
             admitted=self._buffer.admitted,
             outstanding=self._buffer.outstanding,
             lost_steps=self._buffer.lost_steps,
@@ -199,7 +203,7 @@ class RolloutManager:
             and len(replica.in_flight) + self._group_size <= self._max_running
             and replica.policy_version >= replica.relay.stored_version
             and (not self.schedule.synchronizes or self._serving[replica.policy_version] == len(self.replicas))
-            and self._room(replica) > 0
+            and self._room(replica.policy_version) > 0
         )
 
     def _new_group(self, prompt: Prompt, version: int) -> Group:
