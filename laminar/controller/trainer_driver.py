@@ -332,7 +332,10 @@ class TrainerDriver:
             self._registry.lost(rank, "the trainer is started anew")
         self._lost = ""
         await self._restart("trainer", reason)
-        await self._registry.wait_until_ready(self._start_limit_s, self._ranks)
+        try:
+            await self._registry.wait_until_ready(self._start_limit_s, self._ranks)
+        except RunFailed as error:
+            raise WorkerLost(str(error)) from error  # it may come at the next attempt
         if checkpoint is not None:
             await self.checkpoints.load(self._ranks, checkpoint)
         # The rollouts hold weights of steps that are lost: from now on they get those of the checkpoint's line.

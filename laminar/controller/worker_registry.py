@@ -81,6 +81,7 @@ class WorkerRegistry:
         self._turned_away: dict[bytes, None] = {}
         self._changed = asyncio.Event()
         self._losses: Counter[str] = Counter()  # by worker
+        self._were_ready: dict[str, None] = {}  # names that were ready at least once
         self._replaceable: dict[str, Callable[[Worker, str], None]] = {}
         self._on_ready: dict[str, Callable[[Worker], None]] = {}
 
@@ -268,6 +269,17 @@ class WorkerRegistry:
             raise WorkerLost(f"{name} was lost: {reason}")
         replace(worker, reason)
 
+    def did_not_come(self, name: str, reason: str) -> None:
+        """A process that was started anew ended before it said hello: whoever waits for it is told.
+
+        Raises:
+            WorkerLost: it was never ready, so the run has not begun.
+        """
+        if name not in self._were_ready:
+            raise WorkerLost(f"{name} did not start: {reason}")
+        self._losses[name] += 1
+        self._announce()
+
     async def _turn_away(self, peer: bytes) -> None:
         """Nothing of what a lost worker still sends is taken in; it is told once to end, so that it can start anew."""
         self.strangers += 1
@@ -328,6 +340,7 @@ class WorkerRegistry:
             if worker.ready:
                 return  # said twice
             worker.ready, worker.detail = True, message.detail
+            self._were_ready[worker.name] = None
             self._events.emit(WorkerReady(worker=worker.name, detail=message.detail))
             if worker.kind in self._on_ready:
                 self._on_ready[worker.kind](worker)

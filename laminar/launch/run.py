@@ -146,8 +146,8 @@ class LocalRun:
         registry = self._controller.registry
         if not any(registry.expects(name) for name in command.workers):
             return  # the run goes on without it
-        if not any(name in registry.workers for name in command.workers):
-            raise WorkerLost(f"{command.name}: {reason}")  # before it said hello
+        if not any(name in registry.workers for name in command.workers):  # before it said hello
+            registry.did_not_come(command.workers[0], reason)
         for name in command.workers:
             registry.lost(name, reason)
 
