@@ -199,9 +199,9 @@ class Controller:
         tasks = [
             group.create_task(self.prompts.fill_forever(), name="prompt pool"),
             group.create_task(self.relays.broadcast_forever(), name="relay manager"),
+            group.create_task(self.environments.serve_forever(), name="environment manager"),
+            group.create_task(self.environments.watch_forever(), name="watch over environment workers"),
         ]
-        for name in self.registry.names("environment"):
-            tasks.append(group.create_task(self.environments.work_forever(name), name=f"calls of {name}"))
         tasks.append(group.create_task(self.driver.watch_forever(), name="watch over rollouts"))
         lives: list[Live] = [self.driver.drive]
         if self.config.repack.enabled:

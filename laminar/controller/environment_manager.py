@@ -1,14 +1,17 @@
 """Calls of environment workers: prompts and rewards. One call at a time per worker, each with a limit.
 
+  submit, fetch_prompts --> [ queue of calls ] --> idle workers --> answers, each handed to whoever made the call
+
 Invariant: every finished trajectory leaves here once, with a reward or with a reason, unless its group was dropped
 meanwhile. A worker that dies or exceeds the limit is replaced; its call is made once more elsewhere if the worker died,
-and failed if the user's code hung.
+and failed if the user's code hung. Nothing here is a task or a timer per call: there are thousands in a step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,10 +37,11 @@ class _Call:
     attempts_left: int
     wanted: Callable[[], bool]
     done: Callable[[Any | None, RunFailed | None], None]  # the answer, or why there is none
+    deadline: float = 0.0  # on the controller's clock
 
 
 class EnvironmentManager:
-    """A queue of calls, and one coroutine per environment worker that works through it."""
+    """A queue of calls, and the workers that work through it."""
 
     def __init__(
         self,
@@ -55,9 +59,16 @@ class EnvironmentManager:
         self._fetch_timeout_s = config.controller.start_timeout_s
         self._on_scored = on_scored
         self._restart = restart
-        self._calls: asyncio.Queue[_Call] = asyncio.Queue()
+        self._calls: deque[_Call] = deque()
+        self._idle: deque[str] = deque()
+        self._busy: dict[str, _Call] = {}
+        self._replacing: dict[str, None] = {}
+        self._replacements: asyncio.TaskGroup | None = None  # there once the run has begun
+        self._due = asyncio.Event()
+        self._now = asyncio.get_running_loop().time
         self.pending_scores = 0
-        self._started = False  # all workers were ready once
+        registry.handle(messages.TrajectoryScored, self._on_answer)
+        registry.handle(messages.PromptsFetched, self._on_answer)
         registry.on_lost("environment", self._on_lost)
 
     async def fetch_prompts(self, start: int, count: int) -> messages.PromptsFetched:
@@ -72,7 +83,7 @@ class EnvironmentManager:
             elif answer is not None:
                 result.set_result(answer)
 
-        self._calls.put_nowait(
+        self._queue(
             _Call(
                 message=messages.FetchPrompts(start=start, count=count),
                 answer=messages.PromptsFetched,
@@ -85,11 +96,15 @@ class EnvironmentManager:
         )
         return await result
 
+    def _queue(self, call: _Call) -> None:
+        self._calls.append(call)
+        self._due.set()
+
     def submit(self, trajectory: Trajectory) -> None:
         """Queue a finished trajectory for its reward."""
         self.pending_scores += 1
         prompt, trajectory_id = trajectory.prompt, trajectory.trajectory_id
-        self._calls.put_nowait(
+        self._queue(
             _Call(
                 message=messages.ScoreTrajectory(
                     trajectory_id=trajectory_id,
@@ -108,36 +123,78 @@ class EnvironmentManager:
             )
         )
 
-    async def work_forever(self, name: str) -> None:
-        """Serve calls with the worker of this name, over its replacements too.
+    async def serve_forever(self) -> None:
+        """Give queued calls to idle workers, and replace workers that are lost.
 
-        Consumes the queue of calls, waits for the worker's answers, unblocks whoever made the call.
+        Consumes the queue of calls, waits for workers to be idle, unblocks whoever made a call.
         """
-        self._started = True
+        self._idle.extend(self._registry.names("environment"))
+        async with asyncio.TaskGroup() as replacements:
+            self._replacements = replacements
+            while True:
+                await self._due.wait()
+                self._due.clear()
+                while self._calls and self._idle:
+                    call = self._calls.popleft()
+                    if call.wanted():
+                        await self._give(call, self._idle.popleft())
+                    else:
+                        call.done(None, None)
+
+    async def watch_forever(self) -> None:
+        """Fail calls that have exceeded their limit; the worker hangs in the user's code and is replaced."""
+        interval = min(self._reward_timeout_s, self._fetch_timeout_s) / 4
         while True:
-            call = await self._calls.get()
-            if not call.wanted():
-                call.done(None, None)
-                continue
-            if name not in self._registry.workers:
-                self._calls.put_nowait(call)
-                await self._replace_worker(name, "it is not connected")
-                continue
-            call.attempts_left -= 1
-            try:
-                answer = await self._registry.ask(name, call.message, call.answer, call.limit_s, matches=call.matches)
-            except WorkerLost as error:
-                if call.attempts_left:
-                    self._calls.put_nowait(call)
-                else:
-                    call.done(None, RunFailed(f"{error} (no attempt left)"))
-                await self._replace_worker(name, str(error))
-            except RunFailed as error:
-                call.done(None, error)
-                self._registry.lost(name, str(error))
-                await self._replace_worker(name, str(error))
-            else:
-                call.done(answer, None)
+            await asyncio.sleep(interval)
+            now = self._now()
+            for name, call in list(self._busy.items()):
+                if now >= call.deadline:
+                    del self._busy[name]
+                    error = RunFailed(f"waited {call.limit_s:g} s for {call.answer.__name__} from {name}")
+                    call.done(None, error)
+                    self._registry.lost(name, str(error))
+
+    async def _give(self, call: _Call, name: str) -> None:
+        call.attempts_left -= 1
+        call.deadline = self._now() + call.limit_s
+        self._busy[name] = call
+        try:
+            await self._registry.send(name, call.message)
+        except WorkerLost as error:
+            if self._busy.get(name) is call:  # it was not there at all, so nobody has heard of its loss
+                self._on_loss(name, str(error))
+
+    def _on_answer(self, worker: Worker, message: Any) -> None:
+        call = self._busy.get(worker.name)
+        if call is None or not isinstance(message, call.answer) or not call.matches(message):
+            return  # said twice, or too late
+        del self._busy[worker.name]
+        self._idle.append(worker.name)
+        self._due.set()
+        call.done(message, None)
+
+    def _on_lost(self, worker: Worker, reason: str) -> None:
+        """One that never got ready ends the run; else its call is made again, and the worker replaced.
+
+        Raises:
+            WorkerLost: the run has not begun.
+        """
+        if self._replacements is None:
+            raise WorkerLost(f"{worker.name} did not start: {reason}")
+        self._on_loss(worker.name, reason)
+
+    def _on_loss(self, name: str, reason: str) -> None:
+        call = self._busy.pop(name, None)
+        if call is not None and call.attempts_left:
+            self._calls.append(call)
+        elif call is not None:
+            call.done(None, RunFailed(f"{reason} (no attempt left)"))
+        if name in self._idle:
+            self._idle.remove(name)
+        if name not in self._replacing and self._replacements is not None:
+            self._replacing[name] = None
+            self._replacements.create_task(self._replace_worker(name, reason), name=f"replace {name}")
+        self._due.set()
 
     async def _replace_worker(self, name: str, reason: str) -> None:
         for attempt in range(REPLACE_ATTEMPTS):
@@ -146,11 +203,17 @@ class EnvironmentManager:
             await self._restart(name, reason)
             try:
                 await self._registry.wait_until_ready(self._fetch_timeout_s, [name])
-                return
+                break
             except WorkerLost as error:
                 if attempt == REPLACE_ATTEMPTS - 1:
                     raise
                 reason = str(error)
+        del self._replacing[name]
+        if name in self._registry.workers:
+            self._idle.append(name)
+            self._due.set()
+        else:  # lost again before this task could go on
+            self._on_loss(name, "it was lost as soon as it was ready")
 
     def _scored(
         self, trajectory: Trajectory, answer: messages.TrajectoryScored | None, error: RunFailed | None
@@ -170,8 +233,3 @@ class EnvironmentManager:
         if answer is not None and not trajectory.error:
             self._events.emit(TrajectoryScored(trajectory=trajectory, response_text=answer.response_text))
         self._on_scored(trajectory)
-
-    def _on_lost(self, worker: Worker, reason: str) -> None:
-        """Its coroutine in `work_forever` notices at its next call; but one that never got ready ends the run."""
-        if not worker.ready and not self._started:
-            raise WorkerLost(f"{worker.name} did not start: {reason}")
