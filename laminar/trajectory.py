@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+Number = TypeVar("Number", np.int32, np.float32)
+
 NO_TOKEN_IDS = np.empty(0, np.int32)
 NO_LOGPROBS = np.empty(0, np.float32)
+
+MAX_PIECES = 32  # of a response, before they are joined
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -109,14 +114,20 @@ class Trajectory:
         self.state = state
 
     def append(self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
-        """Add the tokens of one delta (both [D])."""
-        if token_ids.shape != logprobs.shape:
-            raise RuntimeError(
-                f"trajectory {self.trajectory_id}: {token_ids.shape} token ids with {logprobs.shape} logprobs"
-            )
+        """Add the tokens of one delta (both [D]). They are kept as they are, until there are MAX_PIECES.
+
+        A piece is usually a slice of a message, and keeps the whole message in memory; it also takes as much memory as
+        a few dozen tokens. So their number is bounded.
+        """
+        count = len(token_ids)
+        if count != len(logprobs):
+            raise RuntimeError(f"trajectory {self.trajectory_id}: {count} token ids with {len(logprobs)} logprobs")
         self.token_ids.append(token_ids)
         self.logprobs.append(logprobs)
-        self.num_tokens += int(token_ids.shape[0])
+        self.num_tokens += count
+        if len(self.token_ids) == MAX_PIECES:
+            self.token_ids = [_joined(self.token_ids)]
+            self.logprobs = [_joined(self.logprobs)]
 
     def forget_tokens(self) -> None:
         """Start over: the version that made the tokens is gone. `policy_version` stays until the next lease."""
@@ -127,11 +138,16 @@ class Trajectory:
 
     def response_token_ids(self) -> NDArray[np.int32]:
         """All generated token ids, int32 [T]."""
-        return np.concatenate(self.token_ids) if self.token_ids else NO_TOKEN_IDS
+        return _joined(self.token_ids) if self.token_ids else NO_TOKEN_IDS
 
     def response_logprobs(self) -> NDArray[np.float32]:
         """The engine's logprob of each generated token, float32 [T]."""
-        return np.concatenate(self.logprobs) if self.logprobs else NO_LOGPROBS
+        return _joined(self.logprobs) if self.logprobs else NO_LOGPROBS
+
+
+def _joined(pieces: list[NDArray[Number]]) -> NDArray[Number]:
+    """All pieces as one array; a single one is handed out as it is, for nobody writes to it."""
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 @dataclass(kw_only=True, slots=True)

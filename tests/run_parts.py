@@ -150,7 +150,7 @@ class HandView:
         self.relays = HandRelays(relays=[Relay(rank=0, keep=2, versions=[2, 3]), Relay(rank=1, keep=2, versions=[2])])
         self.rollouts = HandRollouts()
         self.trainer = HandTrainer(clock=StateClock("trajectories", self.now))
-        self.buffer = ExperienceBuffer(self.events, BufferConfig())
+        self.buffer = ExperienceBuffer(self.events, BufferConfig(), steps=4)
         self.pool = PartialResponsePool()
         self.prompts = PromptPool(_no_prompts, self.events, max_prompt_tokens=64, low_water=4)
         self.control = RunControl()

@@ -100,7 +100,7 @@ class Controller:
         self.environments = EnvironmentManager(
             self.registry, events, config, on_scored=self._on_scored, restart=restart
         )
-        self.buffer = ExperienceBuffer(events, config.buffer)
+        self.buffer = ExperienceBuffer(events, config.buffer, steps=config.trainer.steps)
         self.pool = PartialResponsePool(mixes_versions=schedule.interrupts)
         self.prompts = PromptPool(
             self.environments.fetch_prompts,

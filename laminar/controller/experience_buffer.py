@@ -19,10 +19,13 @@ from laminar.trajectory import Group, TrajectoryState
 class ExperienceBuffer:
     """Groups by state; `changed` is set whenever a batch may have become possible."""
 
-    def __init__(self, events: EventBus, config: BufferConfig) -> None:
+    def __init__(self, events: EventBus, config: BufferConfig, *, steps: int) -> None:
+        """`steps`: that the run is to make."""
         self.admitted = 0  # ever, less the dropped ones
         self.dropped = 0
         self.trained = 0
+        self.taken = 0  # by the step in the making
+        self.steps_left = steps
         self.lost_steps = 0  # versions published for steps that the trainer has lost since
         self.changed = asyncio.Event()
         self._events = events
@@ -123,6 +126,7 @@ class ExperienceBuffer:
         groups = [self._outstanding.pop(group_id) for group_id in sorted(chosen)]
         for group in groups:
             self._forget(group)
+            self.taken += 1
             for trajectory in group.trajectories:
                 trajectory.staleness = published_version - (trajectory.policy_version or 0)
                 trajectory.move_to(TrajectoryState.TRAINING)
@@ -135,12 +139,15 @@ class ExperienceBuffer:
                 trajectory.step = step
                 trajectory.move_to(TrajectoryState.CONSUMED)
         self.trained += len(groups)
+        self.taken = 0
 
     def give_back(self, groups: list[Group]) -> None:
         """The trainer lost the steps that consumed these groups: they are to be trained (again)."""
         for group in groups:
             if group.trajectories[0].state is TrajectoryState.CONSUMED:
                 self.trained -= 1
+            else:
+                self.taken -= 1
             for trajectory in group.trajectories:
                 trajectory.step = trajectory.staleness = None
                 trajectory.move_to(TrajectoryState.BUFFERED)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from laminar.errors import RunFailed
+from laminar.protocol.messages import TrajectoryDeltas
 from laminar.trajectory import Trajectory, TrajectoryState
 
 
@@ -60,53 +60,52 @@ class PartialResponsePool:
         trajectory.rollout = rollout
         self._trajectories[trajectory.trajectory_id] = trajectory
 
-    def take_in(
-        self,
-        trajectory_id: str,
-        *,
-        lease: int,
-        policy_version: int,
-        start: int,
-        token_ids: NDArray[np.int32],
-        logprobs: NDArray[np.float32],
-        finish_reason: str | None,
-        now: float,
-    ) -> Trajectory | None:
-        """Take in one delta ([D] token ids and logprobs, after `start` others); returns the trajectory if it ended one.
+    def take_in(self, message: TrajectoryDeltas, now: float) -> list[Trajectory]:
+        """Take in the deltas of one message; returns the trajectories that they ended, in the order of the message.
 
-        The trajectory returned is FINISHED; or still GENERATING when its rollout stopped it (finish reason "abort").
+        Each is FINISHED; or still GENERATING when its rollout stopped it (finish reason "abort").
 
         Raises:
             RunFailed: the rollout generated with another version than it was leased for, left tokens out, or a logprob
                 is not finite.
         """
-        trajectory = self._trajectories.get(trajectory_id)
-        if (
-            trajectory is None
-            or trajectory.lease != lease
-            or trajectory.state is not TrajectoryState.GENERATING
-            or start < trajectory.num_tokens
+        trajectories, generating = self._trajectories, TrajectoryState.GENERATING
+        token_ids, logprobs = message.token_ids, message.logprobs
+        finite = bool(
+            np.isfinite(logprobs).all()
+        )  # once for all: a call of numpy's costs more than the rest of a delta
+        ended: list[Trajectory] = []
+        end = 0
+        for trajectory_id, lease, start, count, finish_reason in zip(
+            message.trajectory_ids,
+            message.leases,
+            message.starts.tolist(),
+            message.token_counts.tolist(),
+            message.finish_reasons,
+            strict=True,
         ):
-            self.late_tokens += len(token_ids)
-            return None
-        if policy_version != trajectory.versions[-1][0]:
-            raise RunFailed(
-                f"{trajectory.rollout} generated tokens of trajectory {trajectory_id} with version {policy_version}; "
-                f"it was leased for version {trajectory.versions[-1][0]}"
-            )
-        if start > trajectory.num_tokens:
-            raise RunFailed(
-                f"{trajectory.rollout} sent tokens of trajectory {trajectory_id} from number {start} on; "
-                f"only {trajectory.num_tokens} had come before"
-            )
-        if not np.isfinite(logprobs).all():
-            raise RunFailed(f"{trajectory.rollout} sent a logprob that is not finite for trajectory {trajectory_id}")
-        trajectory.append(token_ids, logprobs)
-        if finish_reason is None:
-            return None
-        if finish_reason != "abort":
-            self.finish(trajectory, finish_reason, now)
-        return trajectory
+            begin, end = end, end + count
+            trajectory = trajectories.get(trajectory_id)
+            if (
+                trajectory is None
+                or trajectory.lease != lease
+                or trajectory.state is not generating
+                or start < trajectory.num_tokens
+            ):
+                self.late_tokens += count
+                continue
+            if start > trajectory.num_tokens or message.policy_version != trajectory.versions[-1][0]:
+                raise RunFailed(_misfit(trajectory, start, message.policy_version))
+            if not finite and not np.isfinite(logprobs[begin:end]).all():
+                raise RunFailed(
+                    f"{trajectory.rollout} sent a logprob that is not finite for trajectory {trajectory_id}"
+                )
+            trajectory.append(token_ids[begin:end], logprobs[begin:end])
+            if finish_reason is not None:
+                if finish_reason != "abort":
+                    self.finish(trajectory, finish_reason, now)
+                ended.append(trajectory)
+        return ended
 
     def finish(self, trajectory: Trajectory, finish_reason: str, now: float) -> None:
         """All tokens are there."""
@@ -173,3 +172,17 @@ class PartialResponsePool:
             destined.pop(trajectory.trajectory_id, None)
             if not destined:
                 del self._destined[trajectory.rollout or ""]
+
+
+def _misfit(trajectory: Trajectory, start: int, policy_version: int) -> str:
+    """Why a delta under the current lease cannot be taken in."""
+    leased_for = trajectory.versions[-1][0]
+    if policy_version != leased_for:
+        return (
+            f"{trajectory.rollout} generated tokens of trajectory {trajectory.trajectory_id} with version "
+            f"{policy_version}; it was leased for version {leased_for}"
+        )
+    return (
+        f"{trajectory.rollout} sent tokens of trajectory {trajectory.trajectory_id} from number {start} on; "
+        f"only {trajectory.num_tokens} had come before"
+    )

@@ -190,9 +190,10 @@ class RolloutManager:
     def _room(self, version: int) -> int:
         return self.schedule.room(
             serving_version=version,
-            admitted=self._buffer.admitted,
+            published_version=self.relays.published_version,
             outstanding=self._buffer.outstanding,
-            lost_steps=self._buffer.lost_steps,
+            taken=self._buffer.taken,
+            steps_left=self._buffer.steps_left,
         )
 
     def _may_start(self, replica: Replica) -> bool:
@@ -245,40 +246,21 @@ class RolloutManager:
         replica.load = message.load
         now = self._now()
         late_before = self.pool.late_tokens
-        take_in, token_ids, logprobs = self.pool.take_in, message.token_ids, message.logprobs
-        begin = 0
-        for trajectory_id, lease, start, count, finish_reason in zip(
-            message.trajectory_ids,
-            message.leases,
-            message.starts.tolist(),
-            message.token_counts.tolist(),
-            message.finish_reasons,
-            strict=True,
-        ):
-            end = begin + count
-            ended = take_in(
-                trajectory_id,
-                lease=lease,
-                policy_version=message.policy_version,
-                start=start,
-                token_ids=token_ids[begin:end],
-                logprobs=logprobs[begin:end],
-                finish_reason=finish_reason,
-                now=now,
-            )
-            begin = end
-            if ended is not None:
-                del replica.in_flight[trajectory_id]
-                self._ended(ended, replica)
+        ended = self.pool.take_in(message, now)
+        for trajectory in ended:
+            del replica.in_flight[trajectory.trajectory_id]
+            self._ended(trajectory, replica)
         late = self.pool.late_tokens - late_before
-        replica.generated_tokens += begin - late
+        tokens = len(message.token_ids) - late
+        replica.generated_tokens += tokens
         replica.last_token_at = now
-        replica.wake.set()
+        if ended or replica.to_abort:  # else there is nothing to do for its driver
+            replica.wake.set()
         self._wake_if_drained()
         self._events.emit(
             TokensAppended(
                 rollout=replica.name,
-                tokens=begin - late,
+                tokens=tokens,
                 late_tokens=late,
                 kv_utilization=message.load.kv_utilization,
             )

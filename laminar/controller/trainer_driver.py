@@ -192,6 +192,7 @@ class TrainerDriver:
         self._restarts = 0
         self.step = step
         self._buffer.lost_steps = self.policy_version - step
+        self._buffer.steps_left = self._steps - step
         self._buffer.consume(groups, step)
         if self._checkpoint_every:
             self._since_checkpoint.append(groups)
@@ -207,8 +208,8 @@ class TrainerDriver:
 
     async def _next_batch(self, part: int) -> list[Group] | None:
         """The next groups to train; None when the run should end."""
-        loop = asyncio.get_running_loop()
-        waiting_since = loop.time()
+        now = asyncio.get_running_loop().time
+        waiting_since = now()
         while not self._control.stop_requested.is_set():
             if self._lost:
                 raise WorkerLost(self._lost)
@@ -235,14 +236,16 @@ class TrainerDriver:
                     self._events.emit(Notice(level="info", text="the data has ended, and with it the run"))
                     return None
                 self.clock.enter("trajectories")
-            # A pause lasts as long as the person wants; a batch has to come.
-            paused = not self._control.training_allowed.is_set() or self._control.generation_paused
+            if not self._control.training_allowed.is_set() or self._control.generation_paused:
+                await self._buffer.changed.wait()  # a pause lasts as long as the person wants
+                waiting_since = now()
+                continue
             try:
-                async with asyncio.timeout(None if paused else self._limit_s):
+                async with asyncio.timeout_at(waiting_since + self._limit_s):
                     await self._buffer.changed.wait()
             except TimeoutError:
                 raise RunFailed(
-                    f"waited {loop.time() - waiting_since:.0f} s for the batch of step {self.step + 1} "
+                    f"waited {now() - waiting_since:.0f} s for the batch of step {self.step + 1} "
                     f"(controller.step_timeout_s): {self._describe_wait()}"
                 ) from None
         return None
@@ -354,5 +357,6 @@ class TrainerDriver:
         self._steps_lost += self.step - step
         self.step = step
         self._buffer.lost_steps = self.policy_version - step
+        self._buffer.steps_left = self._steps - step
         if returned:
             self._buffer.give_back(returned)

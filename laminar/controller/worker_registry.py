@@ -40,6 +40,8 @@ class Worker:
 
 Handler = Callable[[Worker, Any], None]
 
+SENDS_AT_ONCE = 32
+
 
 @dataclass(kw_only=True, slots=True)
 class _Awaited:
@@ -161,8 +163,10 @@ class WorkerRegistry:
             raise WorkerLost(str(error)) from error
 
     async def send_all(self, message: object) -> None:
-        """Send to every worker that is still there."""
-        for worker in list(self.workers.values()):
+        """Send to every worker that is still there. To many it takes long: others get their turn in between."""
+        for number, worker in enumerate(list(self.workers.values()), start=1):
+            if number % SENDS_AT_ONCE == 0:
+                await asyncio.sleep(0)
             try:
                 await self._channel.send(worker.peer, message)
             except PeerGone:
@@ -220,7 +224,10 @@ class WorkerRegistry:
             ) from None
 
     async def receive_forever(self) -> None:
-        """Take in messages and dispatch them. What a handler raises ends the run."""
+        """Take in messages and dispatch them. What a handler raises ends the run.
+
+        Handlers do not wait, and it is the channel that gives others their turn while messages keep coming.
+        """
         loop = asyncio.get_running_loop()
         while True:
             try:

@@ -10,6 +10,8 @@ from pathlib import Path
 import uvloop
 
 from laminar.config.schema import ExperimentConfig
+from laminar.launch import controller_process
+from laminar.launch.commands import expected_workers
 from laminar.launch.preflight import preflight
 from laminar.launch.run import Interrupted, LocalRun
 from laminar.observability.events import EventBus
@@ -25,6 +27,7 @@ def train(config_path: Path, overrides: Sequence[str], *, run_dir: Path | None, 
         RunFailed: the run could not go on.
     """
     config = preflight(config_path, overrides)
+    controller_process.prepare(len(expected_workers(config)))
     path = run_dir or Path("runs") / config.name
     directory = RunDirectory.create(path, config, overwrite=overwrite)
     try:

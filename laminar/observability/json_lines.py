@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 
@@ -28,16 +29,20 @@ class JsonLines:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line; it is with the operating system when this returns."""
-        data = (json.dumps(plain(line), ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "replace")
-        start = 0
+        self.write_all([line])
+
+    def write_all(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append lines by one call of the operating system; what does not fit costs the last of them."""
+        data = b"".join([_encoded(line) for line in lines])
+        start = written = 0
         try:
             start = os.fstat(self._file).st_size
-            written = 0
             while written < len(data):
-                written += os.write(self._file, data[written:])
+                written += os.write(self._file, memoryview(data)[written:])
         except OSError as error:
-            self.lost += 1
-            self._take_back(start)
+            whole = data.rfind(b"\n", 0, written) + 1
+            self.lost += data.count(b"\n", whole)
+            self._take_back(start + whole)
             self._on_error(self.path, error)
 
     def close(self) -> None:
@@ -53,6 +58,13 @@ class JsonLines:
                 os.ftruncate(self._file, size)
         except OSError:
             self.close()  # then the file ends in a broken line, and no line follows it
+
+
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    try:
+        return _ENCODER.encode(line) + b"\n"
+    except UnicodeEncodeError:  # half a surrogate pair, as in the name of a file that is not UTF-8
+        return (json.dumps(plain(line), ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "replace")
 
 
 def plain(value: Any) -> Any:
@@ -72,3 +84,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
     raise TypeError(f"a {type(value).__name__} cannot be written as JSON: {value!r}")
+
+
+# Some twenty times as fast as `json` with `plain`: a step of thousands of trajectories is written while the loop waits.
+_ENCODER = msgspec.json.Encoder(enc_hook=plain)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -113,25 +113,24 @@ class RunDirectory:
             lines.close()
         self._lines.clear()
 
-    def _write(self, name: str, line: dict[str, Any]) -> None:
+    def _write(self, name: str, new: Iterable[dict[str, Any]]) -> None:
         if lines := self._lines.get(name):
-            lines.write(line)
+            lines.write_all(new)
 
     def _on_metrics(self, event: MetricsReported) -> None:
-        self._write("metrics", event.line)
+        self._write("metrics", [event.line])
 
     def _on_step(self, event: StepFinished) -> None:
-        for group in event.groups:
-            for trajectory in group.trajectories:
-                self._write("trajectories", _trajectory_line(trajectory, step=event.step))
+        trajectories = (trajectory for group in event.groups for trajectory in group.trajectories)
+        self._write("trajectories", (_trajectory_line(trajectory, step=event.step) for trajectory in trajectories))
 
     def _on_dropped(self, event: GroupDropped) -> None:
-        for trajectory in event.group.trajectories:
-            self._write("trajectories", _trajectory_line(trajectory, dropped=event.reason))
+        trajectories = event.group.trajectories
+        self._write("trajectories", (_trajectory_line(trajectory, dropped=event.reason) for trajectory in trajectories))
 
     def _on_told_event(self, event: Any) -> None:
         line = {"time_s": round(self._now() - self._started, 6), "event": type(event).__name__, **asdict(event)}
-        self._write("events", line)
+        self._write("events", [line])
 
     def _on_write_error(self, path: Path, error: OSError) -> None:
         if self._told_of_error or self._events is None:

@@ -15,6 +15,7 @@ import numpy as np
 from laminar.protocol.messages import MESSAGE_TYPES
 
 ARRAY_DTYPES = ("uint8", "int32", "int64", "float32")
+_DTYPE_NAMES = {np.dtype(name): name for name in ARRAY_DTYPES}  # numpy makes the name anew whenever it is asked
 
 
 class CodecError(Exception):
@@ -71,10 +72,11 @@ class Codec:
     def _array_out(self, value: object) -> object:
         if not isinstance(value, np.ndarray):
             raise CodecError(f"cannot encode {type(value).__name__}")
-        if value.dtype.name not in ARRAY_DTYPES or value.ndim != 1:
+        name = _DTYPE_NAMES.get(value.dtype)
+        if name is None or value.ndim != 1:
             raise CodecError(f"cannot encode an array of {value.dtype} with {value.ndim} dimensions")
         self._out.append(np.ascontiguousarray(value).data)
-        return (len(self._out) - 1, value.dtype.name, value.shape[0])
+        return (len(self._out) - 1, name, value.shape[0])
 
     def _array_in(self, cls: type, value: object) -> object:
         if cls is not np.ndarray:

@@ -1,17 +1,21 @@
 """The channels over ZeroMQ: ROUTER at the controller, DEALER at each worker, CURVE on every connection.
 
 Each socket belongs to the event loop that made it. A peer that does not know the run's worker key is refused during the
-handshake and never reaches the controller's code.
+handshake and never reaches the controller's code. Invariant: a backlog of messages does not keep the loop from its other
+coroutines.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
-import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from laminar.errors import UserError
@@ -21,6 +25,71 @@ from laminar.protocol.connection import Connection, CurveKeys
 
 MAX_MESSAGE_BYTES = 1 << 30  # per frame; larger ones end the connection
 LINGER_MS = 1000
+LONGEST_TURN_S = 0.002  # for which a receiver of many messages holds the loop
+
+
+class _LoopSocket:
+    """A plain socket on the running event loop.
+
+    `zmq.asyncio` makes a future, a callback and a timer of every message. Here a message that is there costs one call.
+
+    ZeroMQ's file descriptor becomes readable when something happened that the socket does not know of, and is quiet again
+    once it knows, whoever made it look: reading, sending and asking for EVENTS all do. So a receiver waits only after
+    the socket has said that nothing is there, and after every other use one looks whether something has come.
+    """
+
+    def __init__(self, kind: int) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(kind)
+        self.socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a send never waits
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._loop = asyncio.get_running_loop()
+        self._arrival: asyncio.Future[None] | None = None  # that the receiver waits for
+        self._turn_began = time.perf_counter()
+        self._descriptor = self.socket.fileno()
+        self._loop.add_reader(self._descriptor, self._look)
+
+    async def receive(self) -> list[bytes]:
+        """Frames of the next message. One receiver at a time."""
+        if time.perf_counter() - self._turn_began > LONGEST_TURN_S:
+            await asyncio.sleep(0)
+            self._turn_began = time.perf_counter()
+        while True:
+            try:
+                return self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                self._arrival = self._loop.create_future()
+                try:
+                    await self._arrival
+                finally:
+                    self._arrival = None
+                self._turn_began = time.perf_counter()
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Queue a message."""
+        self.socket.send_multipart(frames, zmq.NOBLOCK)
+        if self._arrival is not None:
+            self._look()
+
+    def close(self) -> None:
+        """Close the socket and its context; queued messages get a second to leave. May be called again.
+
+        ZeroMQ waits without a limit for its threads to let go of every connection, and a process that has to end must
+        not rely on that: after twice the linger they are left to the end of the process.
+        """
+        if self.socket.closed:
+            return
+        self._loop.remove_reader(self._descriptor)
+        self.socket.close(LINGER_MS)
+        end = threading.Thread(target=self.context.term, name="end of a ZeroMQ context", daemon=True)
+        end.start()
+        end.join(2 * LINGER_MS / 1e3)
+
+    def _look(self) -> None:
+        come = int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        if come and self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
 
 class _OneWorkerKey:
@@ -44,21 +113,18 @@ class ZmqControllerChannel:
             UserError: the port is taken, or the host is not an address of this machine.
         """
         self._codec = Codec()
-        self._context = zmq.asyncio.Context()
-        self._authenticator = AsyncioAuthenticator(self._context)
+        self._socket = _LoopSocket(zmq.ROUTER)
+        self._authenticator = AsyncioAuthenticator(self._socket.context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", credentials_provider=_OneWorkerKey(worker_public_key))
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.curve_server = True
-        self._socket.curve_secretkey = controller_keys.secret.encode()
-        self._socket.curve_publickey = controller_keys.public.encode()
+        router = self._socket.socket
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        router.curve_server = True
+        router.curve_secretkey = controller_keys.secret.encode()
+        router.curve_publickey = controller_keys.public.encode()
         try:
-            self._socket.bind(f"tcp://{host}:{port if port else '*'}")
+            router.bind(f"tcp://{host}:{port if port else '*'}")
         except zmq.ZMQError as error:
             self.close()
             taken = error.errno == zmq.EADDRINUSE
@@ -66,54 +132,51 @@ class ZmqControllerChannel:
                 f"controller.{'port' if taken else 'host'}: cannot listen on {host}:{port}: {error.strerror}. "
                 + ("Set controller.port to a free one, or to 0 to have one chosen" if taken else "Set controller.host")
             ) from error
-        self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.address = str(router.getsockopt_string(zmq.LAST_ENDPOINT))
 
     async def receive(self) -> tuple[bytes, Any]:
         """Next (peer, message)."""
-        frames = await self._socket.recv_multipart()
+        frames = await self._socket.receive()
         return frames[0], self._codec.decode(frames[1:])
 
     async def send(self, peer: bytes, message: object) -> None:
         """Queue a message for a peer. Raises PeerGone if it is not connected."""
         try:
-            await self._socket.send_multipart([peer, *self._codec.encode(message)])
+            self._socket.send([peer, *self._codec.encode(message)])
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 raise PeerGone(f"{peer.decode(errors='replace')} is not connected") from error
             raise
 
     def close(self) -> None:
-        """Close the socket and the context; queued messages get a second to leave."""
+        """Close the socket; queued messages get a second to leave."""
         self._authenticator.stop()
-        self._context.destroy(linger=LINGER_MS)
+        self._socket.close()
 
 
 class ZmqWorkerChannel:
-    """DEALER socket; reconnects by itself while the worker lives."""
+    """DEALER socket; reconnects by itself while the worker lives. Make it inside the loop that will use it."""
 
     def __init__(self, connection: Connection, name: str) -> None:
         self._codec = Codec()
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket = _LoopSocket(zmq.DEALER)
+        dealer = self._socket.socket
         # Unique, and stable over reconnects: the controller keeps knowing the worker by it.
         identity = f"{name}@{socket.gethostname()}:{os.getpid()}"
-        self._socket.setsockopt(zmq.IDENTITY, identity.encode()[:255])
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.curve_serverkey = connection.controller_public_key.encode()
-        self._socket.curve_publickey = connection.worker_public_key.encode()
-        self._socket.curve_secretkey = connection.worker_secret_key.encode()
-        self._socket.connect(connection.address)
+        dealer.setsockopt(zmq.IDENTITY, identity.encode()[:255])
+        dealer.curve_serverkey = connection.controller_public_key.encode()
+        dealer.curve_publickey = connection.worker_public_key.encode()
+        dealer.curve_secretkey = connection.worker_secret_key.encode()
+        dealer.connect(connection.address)
 
     async def receive(self) -> Any:
         """Next message from the controller."""
-        return self._codec.decode(await self._socket.recv_multipart())
+        return self._codec.decode(await self._socket.receive())
 
     async def send(self, message: object) -> None:
         """Queue a message for the controller."""
-        await self._socket.send_multipart(self._codec.encode(message))
+        self._socket.send(self._codec.encode(message))
 
     def close(self) -> None:
-        """Close the socket and the context; queued messages get a second to leave."""
-        self._context.destroy(linger=LINGER_MS)
+        """Close the socket; queued messages get a second to leave."""
+        self._socket.close()

@@ -5,25 +5,36 @@ import pytest
 
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.errors import RunFailed
-from laminar.trajectory import Prompt, Trajectory, TrajectoryState
+from laminar.protocol.messages import RolloutLoad, TrajectoryDeltas
+from laminar.trajectory import MAX_PIECES, Prompt, Trajectory, TrajectoryState
 
 
-def trajectory() -> Trajectory:
+def trajectory(trajectory_id="0.0") -> Trajectory:
     prompt = Prompt(prompt_id=0, source="s", text="", token_ids=np.array([1], np.int32), answer="", metadata="{}")
-    return Trajectory(trajectory_id="0.0", group_id=0, prompt=prompt)
+    return Trajectory(trajectory_id=trajectory_id, group_id=0, prompt=prompt)
 
 
-def delta(pool, *, lease=1, version=3, start=0, tokens=(5, 6), finish=None, logprob=-0.5):
-    return pool.take_in(
-        "0.0",
-        lease=lease,
+def message(*deltas, version=3, logprobs=None):
+    """Of deltas (trajectory id, lease, start, tokens, finish reason)."""
+    ids, leases, starts, tokens, reasons = zip(*deltas, strict=True)
+    token_ids = np.array([token for some in tokens for token in some], np.int32)
+    return TrajectoryDeltas(
         policy_version=version,
-        start=start,
-        token_ids=np.array(tokens, np.int32),
-        logprobs=np.full(len(tokens), logprob, np.float32),
-        finish_reason=finish,
-        now=9.0,
+        trajectory_ids=ids,
+        leases=leases,
+        starts=np.array(starts, np.int32),
+        token_counts=np.array([len(some) for some in tokens], np.int32),
+        token_ids=token_ids,
+        logprobs=np.full(len(token_ids), -0.5, np.float32) if logprobs is None else np.array(logprobs, np.float32),
+        finish_reasons=reasons,
+        load=RolloutLoad(running=0, waiting=0, kv_utilization=0.0),
     )
+
+
+def delta(pool, *, lease=1, version=3, start=0, tokens=(5, 6), finish=None):
+    """Take in one delta of trajectory 0.0; the trajectory if that ended it."""
+    ended = pool.take_in(message(("0.0", lease, start, tokens, finish), version=version), now=9.0)
+    return ended[0] if ended else None
 
 
 def test_collects_tokens_until_the_finish():
@@ -127,5 +138,45 @@ def test_refuses_a_lease_on_a_rollout_of_another_version():
 def test_refuses_logprobs_that_are_not_finite():
     pool, one = PartialResponsePool(), trajectory()
     pool.lease(one, rollout="rollout-0", policy_version=3, now=1.0)
-    with pytest.raises(RunFailed, match="not finite for trajectory 0.0"):
-        delta(pool, logprob=float("nan"))
+    pool.lease(two := trajectory("0.1"), rollout="rollout-0", policy_version=3, now=1.0)
+    pool.lease(trajectory("0.2"), rollout="rollout-0", policy_version=3, now=1.0)
+    late = message(("0.0", 1, 0, (5, 6), None), ("0.1", 7, 0, (5, 6), None), logprobs=[-1, -1, float("nan"), -1])
+    assert pool.take_in(late, now=2.0) == []
+    assert (one.num_tokens, two.num_tokens, pool.late_tokens) == (2, 0, 2)  # what is dropped is not looked at
+    bad = message(("0.1", 1, 0, (5, 6), None), ("0.2", 1, 0, (5, 6), None), logprobs=[-1, -1, -1, float("-inf")])
+    with pytest.raises(RunFailed, match=r"rollout-0 sent a logprob that is not finite for trajectory 0\.2"):
+        pool.take_in(bad, now=2.0)
+
+
+def test_one_message_brings_deltas_of_many():
+    pool = PartialResponsePool()
+    four = [trajectory(f"0.{member}") for member in range(4)]
+    for one in four:
+        pool.lease(one, rollout="rollout-0", policy_version=3, now=1.0)
+    deltas = message(
+        ("0.3", 1, 0, (1, 2, 3), "stop"),
+        ("0.0", 1, 0, (), None),
+        ("9.9", 1, 0, (8, 8), "stop"),  # nobody knows it
+        ("0.1", 1, 0, (4,), "abort"),
+        ("0.2", 1, 0, (5, 6), None),
+        logprobs=[-1, -2, -3, -8, -8, -4, -5, -6],
+    )
+    assert pool.take_in(deltas, now=9.0) == [four[3], four[1]]
+    assert [one.response_token_ids().tolist() for one in four] == [[], [4], [5, 6], [1, 2, 3]]
+    assert [one.response_logprobs().tolist() for one in four] == [[], [-4], [-5, -6], [-1, -2, -3]]
+    assert [one.state.value for one in four] == ["generating", "generating", "generating", "finished"]
+    assert (pool.late_tokens, len(pool)) == (2, 3)
+
+
+def test_pieces_are_kept_as_they_are_up_to_a_bound():
+    pool, one = PartialResponsePool(), trajectory()
+    pool.lease(one, rollout="rollout-0", policy_version=3, now=1.0)
+    whole = message(("0.0", 1, 0, range(100), None))
+    pool.take_in(whole, now=2.0)
+    assert np.shares_memory(one.token_ids[0], whole.token_ids)  # not copied
+    for start in range(100, 100 + 3 * MAX_PIECES):
+        delta(pool, start=start, tokens=(start,))
+        assert len(one.token_ids) == len(one.logprobs) <= MAX_PIECES
+    assert not any(np.shares_memory(piece, whole.token_ids) for piece in one.token_ids)
+    assert one.response_token_ids().tolist() == list(range(100 + 3 * MAX_PIECES))
+    assert len(one.response_logprobs()) == one.num_tokens

@@ -62,3 +62,32 @@ def test_dev_full(errors):
     lines = JsonLines(Path("/dev/full"), lambda path, error: errors.append(error))
     lines.write({"n": 1})
     assert [error.errno for error in errors] == [errno.ENOSPC]
+
+
+def test_many_lines_at_once_and_those_that_do_not_fit_cost_no_others(lines, errors, monkeypatch):
+    lines.write_all({"n": n} for n in range(3))
+    write, room = os.write, [20]
+
+    def almost_full(file, data):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(file, data[: room[0]])
+        room[0] -= written
+        return written
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", almost_full)
+        lines.write_all({"n": n} for n in range(3, 9))  # 8 bytes each: two and a half of them fit
+    assert (lines.lost, len(errors)) == (4, 1)
+    lines.write_all([])
+    lines.write({"n": 9})
+    assert [line["n"] for line in read(lines)] == [0, 1, 2, 3, 4, 9]
+
+
+def test_what_is_written_can_be_read_whatever_it_holds(lines):
+    lines.write({"a": float("nan"), "b": np.float32(0.5), "c": np.array([1, 2]), "d": (np.inf, True, None), "e": "é\n"})
+    lines.write({"file": "\udc80", "f": -np.inf})
+    assert read(lines) == [
+        {"a": None, "b": 0.5, "c": [1, 2], "d": [None, True, None], "e": "é\n"},
+        {"file": "?", "f": None},
+    ]

@@ -1,9 +1,8 @@
 """The bound on staleness that all schedules share: admission before, and what to leave out after a loss of steps.
 
-With B groups a step, the bound S, the published version c and L lost versions, a group may start at version v only if
-fewer than (v - L + S + 1) * B groups have been admitted. Then the groups of version w or older never outnumber the
-places that are left for them, S + 1 - (c - w) steps of B; `select` of each schedule keeps it so. `docs/schedules.md` has
-the proof.
+With B groups a step, the bound S and the published version c, version v has S + 1 - (c - v) steps of B left that can train it;
+a group may start at v only while all that is outstanding fits into these. Then the groups of version w or older never
+outnumber the places that are left for them; `select` of each schedule keeps it so. `docs/schedules.md` has the proof.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ class BoundedSchedule:
     interrupts = False
     synchronizes = False
 
-    def __init__(
-        self, *, groups_per_step: int, max_staleness: int | None, steps: int, outstanding_batches: float = 2.0
-    ) -> None:
+    def __init__(self, *, groups_per_step: int, max_staleness: int | None, outstanding_batches: float = 2.0) -> None:
         """
         Args:
             max_staleness: in versions; None for no bound.
@@ -28,7 +25,6 @@ class BoundedSchedule:
         """
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
-        self._total = groups_per_step * steps
         self._most_outstanding = int(groups_per_step * outstanding_batches)
 
     @property
@@ -36,12 +32,14 @@ class BoundedSchedule:
         """Groups per part."""
         return self._groups_per_step // self.parts
 
-    def room(self, *, serving_version: int, admitted: int, outstanding: int, lost_steps: int) -> int:
-        """Groups that may start now; never more than all steps together need."""
+    def room(
+        self, *, serving_version: int, published_version: int, outstanding: int, taken: int, steps_left: int
+    ) -> int:
+        """Groups that may start now; never more than the steps that are left need."""
+        needed = steps_left * self._groups_per_step - taken - outstanding
         if self._max_staleness is None:
-            return max(0, min(self._total - admitted, self._most_outstanding - outstanding))
-        steps = serving_version - lost_steps + self._max_staleness + 1
-        return max(0, min(steps * self._groups_per_step, self._total) - admitted)
+            return max(0, min(needed, self._most_outstanding - outstanding))
+        return max(0, min(needed, self._places(serving_version, published_version) - taken - outstanding))
 
     def stale(self, outstanding: Sequence[tuple[int, int, bool]], *, published_version: int) -> list[int]:
         """The fewest groups to drop: oldest versions first, of one version those that are not ready first."""

@@ -24,7 +24,6 @@ class LaminarSchedule(BoundedSchedule):
         *,
         groups_per_step: int,
         max_staleness: int | None,
-        steps: int,
         strategy: BufferStrategy,
         outstanding_batches: float = 2.0,
     ) -> None:
@@ -32,7 +31,6 @@ class LaminarSchedule(BoundedSchedule):
         super().__init__(
             groups_per_step=groups_per_step,
             max_staleness=max_staleness,
-            steps=steps,
             outstanding_batches=outstanding_batches,
         )
         self._strategy = strategy

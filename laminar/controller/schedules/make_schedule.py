@@ -30,7 +30,7 @@ def make_schedule(config: ExperimentConfig) -> Schedule:
     """
     for problem in schedule_problems(config):
         raise UserError(problem)
-    groups_per_step, steps = config.trainer.groups_per_step, config.trainer.steps
+    groups_per_step = config.trainer.groups_per_step
     bound = max_staleness(config)
     match config.schedule.name:
         case "laminar" | "partial" as name:
@@ -38,18 +38,17 @@ def make_schedule(config: ExperimentConfig) -> Schedule:
             return kind(
                 groups_per_step=groups_per_step,
                 max_staleness=bound,
-                steps=steps,
                 strategy=load_strategy(config),
                 outstanding_batches=config.schedule.outstanding_batches,
             )
         case "synchronous":
-            return SynchronousSchedule(groups_per_step=groups_per_step, steps=steps)
+            return SynchronousSchedule(groups_per_step=groups_per_step)
         case "one_step":
-            return OneStepSchedule(groups_per_step=groups_per_step, max_staleness=bound, steps=steps)
+            return OneStepSchedule(groups_per_step=groups_per_step, max_staleness=bound)
         case "stream":
             assert bound is not None  # schedule_problems has checked it
             return StreamSchedule(
-                groups_per_step=groups_per_step, max_staleness=bound, steps=steps, parts=config.trainer.mini_batches
+                groups_per_step=groups_per_step, max_staleness=bound, parts=config.trainer.mini_batches
             )
 
 

@@ -39,14 +39,17 @@ class Schedule(Protocol):
         """Rollouts take new weights together: none before all of them have drained."""
         ...
 
-    def room(self, *, serving_version: int, admitted: int, outstanding: int, lost_steps: int) -> int:
+    def room(
+        self, *, serving_version: int, published_version: int, outstanding: int, taken: int, steps_left: int
+    ) -> int:
         """How many groups may start now on rollouts that serve this version.
 
         Args:
-            serving_version: policy version that would generate the group.
-            admitted: groups admitted so far, less those that were dropped or evicted.
+            serving_version: policy version that would generate them.
+            published_version: the trainer's own version, that is staleness 0.
             outstanding: groups admitted and not yet taken for training or dropped.
-            lost_steps: published version less the steps made: versions whose steps the trainer lost by restarting.
+            taken: groups that the step in the making has taken.
+            steps_left: steps of the run that are not made yet, that one included.
         """
         ...
 

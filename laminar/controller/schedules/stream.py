@@ -11,7 +11,7 @@ from laminar.controller.schedules.in_order import InOrderSchedule
 class StreamSchedule(InOrderSchedule):
     """Implements `Schedule`: in order, k = `max_staleness` batches in advance, a step in `parts` mini-batches."""
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int, steps: int, parts: int) -> None:
+    def __init__(self, *, groups_per_step: int, max_staleness: int, parts: int) -> None:
         """`parts` divides `groups_per_step`."""
-        super().__init__(groups_per_step=groups_per_step, max_staleness=max_staleness, steps=steps)
+        super().__init__(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self.parts = parts

@@ -11,6 +11,6 @@ from laminar.controller.schedules.in_order import InOrderSchedule
 class SynchronousSchedule(InOrderSchedule):
     """Implements `Schedule`: in order, nothing in advance."""
 
-    def __init__(self, *, groups_per_step: int, steps: int) -> None:
+    def __init__(self, *, groups_per_step: int) -> None:
         """Its bound is 0."""
-        super().__init__(groups_per_step=groups_per_step, max_staleness=0, steps=steps)
+        super().__init__(groups_per_step=groups_per_step, max_staleness=0)

@@ -51,7 +51,7 @@ def make(setting, classes=None):
         "stream": StreamSchedule,
     } | (classes or {})
     kind = kinds[setting.name]
-    common = {"groups_per_step": setting.batch, "steps": setting.steps}
+    common = {"groups_per_step": setting.batch}
     if setting.name == "synchronous":
         return kind(**common)
     common["max_staleness"] = setting.bound
@@ -141,7 +141,11 @@ class World:
 
     def may_admit(self, version):
         return self.schedule.room(
-            serving_version=version, admitted=self.admitted, outstanding=len(self.outstanding()), lost_steps=self.lost
+            serving_version=version,
+            published_version=self.published,
+            outstanding=len(self.outstanding()),
+            taken=len(self.taken),
+            steps_left=self.setting.steps - len(self.history),
         )
 
     def may_pull(self, k):

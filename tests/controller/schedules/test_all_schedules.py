@@ -105,15 +105,13 @@ def test_after_a_loss_stale_groups_are_dropped_or_trained_late(name):
 
 
 class AdmitsOneTooMany(LaminarSchedule):
-    def room(self, *, serving_version, admitted, outstanding, lost_steps):
-        return super().room(
-            serving_version=serving_version, admitted=admitted - 1, outstanding=outstanding, lost_steps=lost_steps
-        )
+    def room(self, *, outstanding, **rest):
+        return super().room(outstanding=outstanding - 1, **rest)
 
 
-class ForgetsLostSteps(LaminarSchedule):
-    def room(self, *, serving_version, admitted, outstanding, lost_steps):
-        return super().room(serving_version=serving_version, admitted=admitted, outstanding=outstanding, lost_steps=0)
+class ForgetsWhatIsTaken(LaminarSchedule):
+    def room(self, *, taken, **rest):
+        return super().room(taken=0, **rest)
 
 
 class HasNoObligations(LaminarSchedule):
@@ -154,7 +152,7 @@ class StreamTakesWhatIsReady(TakesWhatIsReady, StreamSchedule):
     "name, kind",
     [
         ("laminar", AdmitsOneTooMany),
-        ("laminar", ForgetsLostSteps),
+        ("laminar", ForgetsWhatIsTaken),
         ("laminar", HasNoObligations),
         ("laminar", ObligesOneStepLate),
         ("laminar", ObligesToMoreThanAStep),
@@ -175,7 +173,7 @@ def test_the_worlds_find_a_mistake(name, kind):
                 bound=rng.randint(1, 2),
                 steps=8,
                 rollouts=3,
-                losses=2 if kind in (ForgetsLostSteps, DropsOneTooFew, ObligesToMoreThanAStep) else 0,
+                losses=2 if kind in (ForgetsWhatIsTaken, DropsOneTooFew, ObligesToMoreThanAStep) else 0,
                 on_stale="train" if kind is ObligesToMoreThanAStep else "drop",
                 finish=rng.choice(("any", "newest")),
                 seed=seed,

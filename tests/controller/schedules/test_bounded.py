@@ -8,38 +8,55 @@ from hypothesis import strategies as st
 from laminar.controller.schedules.bounded import BoundedSchedule
 
 
-def admits(schedule, version, admitted, lost_steps=0):
-    return schedule.room(serving_version=version, admitted=admitted, outstanding=0, lost_steps=lost_steps)
+def admits(schedule, version, outstanding, *, published=None, taken=0, steps_left=100):
+    return schedule.room(
+        serving_version=version,
+        published_version=version if published is None else published,
+        outstanding=outstanding,
+        taken=taken,
+        steps_left=steps_left,
+    )
 
 
 def test_admits_as_many_groups_as_the_staleness_bound_allows():
-    schedule = BoundedSchedule(groups_per_step=4, max_staleness=1, steps=100)
-    assert admits(schedule, 0, 7)
-    assert not admits(schedule, 0, 8)
-    assert admits(schedule, 1, 8)
+    schedule = BoundedSchedule(groups_per_step=4, max_staleness=1)
+    assert admits(schedule, 0, 7) == 1
+    assert admits(schedule, 0, 8) == 0
+    assert admits(schedule, 5, 3) == 5
 
 
-def test_versions_of_lost_steps_admit_nothing():
-    schedule = BoundedSchedule(groups_per_step=4, max_staleness=1, steps=100)
-    assert admits(schedule, 3, 15, lost_steps=1)
-    assert not admits(schedule, 3, 16, lost_steps=1)
+def test_a_rollout_that_lags_behind_admits_fewer():
+    schedule = BoundedSchedule(groups_per_step=4, max_staleness=1)
+    assert admits(schedule, 2, 3, published=3) == 1
+    assert admits(schedule, 2, 0, published=4) == 0
+
+
+def test_what_a_step_has_taken_has_its_places():
+    schedule = BoundedSchedule(groups_per_step=4, max_staleness=1)
+    assert admits(schedule, 0, 3, taken=4) == 1
 
 
 def test_never_admits_more_than_all_steps_need():
     for bound in (10, None):
-        schedule = BoundedSchedule(groups_per_step=4, max_staleness=bound, steps=2)
-        assert admits(schedule, 0, 7)
-        assert not admits(schedule, 0, 8)
-        assert not admits(schedule, 5, 8)
+        schedule = BoundedSchedule(groups_per_step=4, max_staleness=bound, outstanding_batches=100)
+        assert admits(schedule, 0, 7, steps_left=2) == 1
+        assert admits(schedule, 0, 8, steps_left=2) == 0
+        assert admits(schedule, 0, 4, taken=4, steps_left=2) == 0
+
+
+def test_without_a_bound_what_is_outstanding_is_bounded():
+    schedule = BoundedSchedule(groups_per_step=4, max_staleness=None, outstanding_batches=1.5)
+    assert admits(schedule, 0, 5, published=50) == 1
+    assert admits(schedule, 0, 6, published=50) == 0
 
 
 def test_without_a_bound_nothing_is_stale():
-    schedule = BoundedSchedule(groups_per_step=1, max_staleness=None, steps=2)
+    schedule = BoundedSchedule(groups_per_step=1, max_staleness=None)
     assert schedule.stale([(0, 0, True), (1, 0, False)], published_version=50) == []
 
 
 def test_the_oldest_are_stale_first_and_of_one_version_those_that_are_not_ready():
-    schedule = BoundedSchedule(groups_per_step=2, max_staleness=1, steps=100)
+    schedule = BoundedSchedule(groups_per_step=2, max_staleness=1)
     outstanding = [(5, 4, True), (4, 3, True), (3, 3, False), (2, 3, True), (1, 2, True), (0, 1, True)]
     # At version 4 only one step is left for version 3, none for those before.
     assert schedule.stale(outstanding, published_version=4) == [0, 1, 3]
@@ -51,7 +68,7 @@ def test_the_oldest_are_stale_first_and_of_one_version_those_that_are_not_ready(
     st.integers(1, 3), st.integers(0, 2), st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=7), st.data()
 )
 def test_no_fewer_than_the_stale_groups_can_be_dropped(batch, bound, groups, data):
-    schedule = BoundedSchedule(groups_per_step=batch, max_staleness=bound, steps=100)
+    schedule = BoundedSchedule(groups_per_step=batch, max_staleness=bound)
     published = data.draw(st.integers(max([version for version, _ in groups], default=0), 6))
     outstanding = [(group_id, *group) for group_id, group in enumerate(groups)]
     versions = [version for version, _ in groups]

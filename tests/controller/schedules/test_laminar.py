@@ -12,7 +12,7 @@ from laminar.controller.schedules.schedule import ReadyGroup
 
 
 def a_schedule(batch=2, bound=1, strategy=None):
-    return LaminarSchedule(groups_per_step=batch, max_staleness=bound, steps=100, strategy=strategy or Fifo())
+    return LaminarSchedule(groups_per_step=batch, max_staleness=bound, strategy=strategy or Fifo())
 
 
 def groups(versions):
@@ -81,7 +81,7 @@ def test_overdue_groups_are_trained_oldest_first_a_step_at_a_time():
 
 
 def test_partial_differs_only_in_that_it_interrupts():
-    schedule = PartialSchedule(groups_per_step=2, max_staleness=1, steps=100, strategy=Fifo())
+    schedule = PartialSchedule(groups_per_step=2, max_staleness=1, strategy=Fifo())
     assert schedule.interrupts and not schedule.synchronizes
     assert not a_schedule().interrupts
     assert select(schedule, {10: 1, 11: 1}, {1: 0}, at=1) is None

@@ -40,14 +40,14 @@ def test_each_name_makes_its_schedule_with_its_own_staleness(name, kind, stalene
     assert max_staleness(config) == staleness
     assert (schedule.parts, schedule.batch_groups) == (parts, 4 // parts)
     at_most = 4 * (staleness + 1)
-    assert schedule.room(serving_version=0, admitted=at_most - 1, outstanding=0, lost_steps=0)
-    assert not schedule.room(serving_version=0, admitted=at_most, outstanding=0, lost_steps=0)
+    assert schedule.room(serving_version=0, published_version=0, outstanding=at_most - 1, taken=0, steps_left=10)
+    assert not schedule.room(serving_version=0, published_version=0, outstanding=at_most, taken=0, steps_left=10)
 
 
-def test_unbounded_admits_all_that_the_steps_need():
+def test_unbounded_admits_up_to_two_batches_that_are_outstanding():
     schedule = make_schedule(experiment("laminar", "unbounded"))
-    assert schedule.room(serving_version=0, admitted=39, outstanding=0, lost_steps=0)
-    assert not schedule.room(serving_version=0, admitted=40, outstanding=0, lost_steps=0)
+    assert schedule.room(serving_version=0, published_version=99, outstanding=7, taken=0, steps_left=10) == 1
+    assert schedule.room(serving_version=0, published_version=99, outstanding=8, taken=0, steps_left=10) == 0
 
 
 @pytest.mark.parametrize(

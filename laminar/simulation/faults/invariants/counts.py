@@ -1,0 +1,92 @@
+"""The counts of the experience buffer, the pool and the environments add up, at any moment between two callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from laminar.observability.events import GroupDropped, TrajectoryFinished
+from laminar.simulation.faults.invariants.invariant import Invariant, Observed
+from laminar.simulation.faults.invariants.once import EachPromptEndsOnce
+from laminar.trajectory import Group, TrajectoryState
+
+PENDING = (TrajectoryState.GENERATING, TrajectoryState.MIGRATING, TrajectoryState.ORPHANED)
+
+
+class CountsAddUp(Invariant):
+    """See the module's text."""
+
+    name = "counts add up"
+
+    def __init__(self, run: Observed, ledger: EachPromptEndsOnce) -> None:
+        super().__init__(run)
+        self._ledger = ledger
+        self._withdrawn = 0  # finished trajectories of dropped groups: their scores may still be pending
+        self._finished: dict[str, None] = {}
+
+    def event_handlers(self) -> dict[type, Callable[[Any], None]]:
+        """See `Invariant`."""
+        return {TrajectoryFinished: self._on_finished, GroupDropped: self._on_dropped}
+
+    def _on_finished(self, event: TrajectoryFinished) -> None:
+        trajectory_id = event.trajectory.trajectory_id
+        if trajectory_id in self._finished:
+            self.fail(f"trajectory {trajectory_id} has finished twice")
+        self._finished[trajectory_id] = None
+
+    def _on_dropped(self, event: GroupDropped) -> None:
+        self._withdrawn += sum(trajectory.finished_at is not None for trajectory in event.group.trajectories)
+
+    def recount(self) -> None:
+        """See `Invariant`."""
+        self._recount_buffer()
+        self._recount_trajectories()
+
+    def _recount_buffer(self) -> None:
+        buffer, ledger = self.controller.buffer, self._ledger
+        outstanding = [group.group_id for group in buffer]
+        training = [group.group_id for group in self.controller.trainer._in_training]
+        if buffer.outstanding != len(outstanding) or len(buffer) + buffer.in_progress != len(outstanding):
+            self.fail(
+                f"buffer: {len(buffer)} ready, {buffer.in_progress} in progress, {buffer.outstanding} outstanding, "
+                f"{len(outstanding)} counted"
+            )
+        if buffer.trained != len(ledger.trained):
+            self.fail(f"buffer: {buffer.trained} trained, {len(ledger.trained)} by the events")
+        left = len(ledger.dropped) - buffer.dropped  # by data.last_batch: after them nothing is admitted
+        if left and not self.controller.prompts.ended:
+            self.fail(f"buffer: {buffer.dropped} dropped, {len(ledger.dropped)} by the events")
+        if buffer.admitted != len(outstanding) + len(training) + len(ledger.trained) + left:
+            self.fail(
+                f"buffer: {buffer.admitted} admitted; {len(outstanding)} outstanding, {len(training)} in training, "
+                f"{len(ledger.trained)} trained, {left} left at the end"
+            )
+        if len(ledger.admitted) != buffer.admitted + buffer.dropped:
+            self.fail(f"buffer: {buffer.admitted} admitted, {buffer.dropped} dropped, {len(ledger.admitted)} started")
+        lost = self.controller.trainer.policy_version - self.controller.trainer.step
+        if buffer.lost_steps != max(0, lost) and not training and self.controller.trainer.policy_version >= 0:
+            self.fail(f"buffer: {buffer.lost_steps} lost steps, {lost} by versions and steps")
+
+    def _recount_trajectories(self) -> None:
+        in_progress = finished = 0
+        ready = {group.group_id for group in self.controller.buffer.ready_groups()}
+        for group in self.controller.buffer:
+            self._check_group(group, group.group_id in ready)
+            for trajectory in group.trajectories:
+                in_progress += trajectory.state in PENDING
+                finished += trajectory.state is TrajectoryState.FINISHED
+        if in_progress != len(self.controller.pool):
+            self.fail(
+                f"{len(self.controller.pool)} trajectories in the pool, {in_progress} of outstanding groups in progress"
+            )
+        pending = self.controller.environments.pending_scores
+        if not finished <= pending <= finished + self._withdrawn:
+            self.fail(
+                f"{pending} scores pending, {finished} trajectories finished, {self._withdrawn} of dropped groups"
+            )
+
+    def _check_group(self, group: Group, ready: bool) -> None:
+        buffered = sum(trajectory.state is TrajectoryState.BUFFERED for trajectory in group.trajectories)
+        if ready != (buffered == len(group.trajectories)) or (buffered and not ready):
+            states = [trajectory.state.value for trajectory in group.trajectories]
+            self.fail(f"group {group.group_id} counts as {'ready' if ready else 'in progress'}; its members: {states}")

@@ -1,0 +1,97 @@
+"""No trajectory mixes versions (except under `partial`), none lacks a token or has one twice; versions only grow.
+
+A modelled rollout writes the version that made a token into its token id, and the workload says how long a response is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from laminar.observability.events import StepFinished, StepStarted, TrajectoryFinished, WeightsPublished
+from laminar.simulation.faults.invariants.invariant import Invariant, Observed
+from laminar.trajectory import Trajectory
+
+
+class OneVersionEachTokenOnce(Invariant):
+    """See the module's text."""
+
+    name = "no trajectory mixes versions, no token is lost or doubled"
+
+    def event_handlers(self) -> dict[type, Callable[[Any], None]]:
+        """See `Invariant`."""
+        return {TrajectoryFinished: self._on_finished, StepFinished: self._on_step}
+
+    def _on_finished(self, event: TrajectoryFinished) -> None:
+        self._check(event.trajectory)
+
+    def _on_step(self, event: StepFinished) -> None:
+        for group in event.groups:
+            for trajectory in group.trajectories:
+                self._check(trajectory)
+            oldest = min(trajectory.policy_version or 0 for trajectory in group.trajectories)
+            if group.policy_version is None or group.policy_version > oldest:
+                self.fail(f"group {group.group_id} counts as version {group.policy_version}; a member is of {oldest}")
+
+    def _check(self, trajectory: Trajectory) -> None:
+        who = f"trajectory {trajectory.trajectory_id}"
+        versions = trajectory.versions
+        if not versions or versions[0] != (trajectory.policy_version, 0):
+            self.fail(f"{who} of version {trajectory.policy_version} says {versions}")
+        if len(versions) > 1 and not self.controller.rollouts.schedule.interrupts:
+            self.fail(f"{who} mixes versions: {versions}")
+        token_ids = trajectory.response_token_ids()
+        member = int(trajectory.trajectory_id.partition(".")[2])
+        expected = min(
+            self.run.workload.response_tokens(trajectory.prompt.prompt_id, member),
+            self.run.config.rollout.max_response_tokens,
+        )
+        if len(token_ids) != expected or trajectory.num_tokens != expected:
+            self.fail(
+                f"{who} has {len(token_ids)} tokens (counted: {trajectory.num_tokens}); its response has {expected}"
+            )
+        if len(trajectory.response_logprobs()) != expected:
+            self.fail(f"{who} has {expected} tokens and {len(trajectory.response_logprobs())} logprobs")
+        ends = [start for _, start in versions[1:]] + [expected]
+        for (version, start), end in zip(versions, ends, strict=True):
+            made_by = set(token_ids[start:end].tolist())
+            if made_by - {version}:
+                self.fail(
+                    f"{who}: tokens {start} to {end} were made by versions {sorted(made_by)}, not by {version} alone"
+                )
+
+
+class VersionsGrow(Invariant):
+    """`policy_version` only grows, and one version has one content."""
+
+    name = "policy_version only grows"
+
+    def __init__(self, run: Observed) -> None:
+        super().__init__(run)
+        self._newest = -1
+        self._trained_since = False
+
+    def event_handlers(self) -> dict[type, Callable[[Any], None]]:
+        """See `Invariant`."""
+        return {WeightsPublished: self._on_published, StepStarted: self._on_started}
+
+    def _on_started(self, event: StepStarted) -> None:
+        self._trained_since = True
+
+    def _on_published(self, event: WeightsPublished) -> None:
+        version = event.policy_version
+        # The newest may be written into a new master relay's store once more, as long as the weights are the same.
+        again = version == self._newest and not self._trained_since
+        if version <= self._newest and not again:
+            self.fail(f"version {version} is published after {self._newest} (trained since: {self._trained_since})")
+        self._newest, self._trained_since = version, False
+
+    def recount(self) -> None:
+        """See `Invariant`."""
+        trainer, relays = self.controller.trainer, self.controller.relays
+        if trainer.policy_version != relays.published_version:
+            self.fail(f"the trainer is at version {trainer.policy_version}, the relays at {relays.published_version}")
+        for relay in relays.relays:
+            held = relay.versions
+            if held != sorted(set(held)) or len(held) > relay.keep or (held and held[-1] > trainer.policy_version):
+                self.fail(f"relay-{relay.rank} is said to hold {held}; published: {trainer.policy_version}")
