@@ -100,6 +100,8 @@ class StudySchedule(Section):
     """Name in the reports; entries with other options than the usual ones need one to be told apart. null: the schedule's name."""
     max_staleness: Annotated[int, Field(ge=0)] | Literal["unbounded"] | None = None
     """As `schedule.max_staleness` of an experiment. null: the schedule's own."""
+    outstanding_batches: Annotated[float | None, Field(ge=1)] = None
+    """As `schedule.outstanding_batches` of an experiment, for `max_staleness: unbounded`. null: the default there."""
     repack: bool = False
     """Repack rollouts that hold only stragglers."""
     split: Literal["auto", "shared"] | Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | None = None

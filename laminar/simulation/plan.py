@@ -139,7 +139,8 @@ class _Planner:
         return PlannedCase(label=label, split=split, experiment=experiment, models=models)
 
     def _load(self, shape: ModelSpec, degree: int, schedule: StudySchedule) -> Load:
-        bound = max_staleness(self._experiment_of(schedule, 1, degree, self._config.batch.group_size, 1, 1))
+        experiment = self._experiment_of(schedule, 1, degree, self._config.batch.group_size, 1, 1)
+        bound = max_staleness(experiment)
         return Load(
             model=shape,
             gpu=self._gpu,
@@ -148,7 +149,7 @@ class _Planner:
             batch=self._batch,
             mini_batches=self._config.batch.mini_batches,
             kind=_kind(schedule.name),
-            batches_under_way=None if bound is None else bound + 1,
+            batches_under_way=experiment.schedule.outstanding_batches if bound is None else bound + 1,
         )
 
     def _split(self, load: Load, gpus: int, schedule: StudySchedule) -> Split:
@@ -203,7 +204,7 @@ class _Planner:
                 max_tokens_per_micro_batch=longest,
                 checkpoint_every=config.checkpoint_every,
             ),
-            schedule=ScheduleConfig(name=schedule.name, max_staleness=schedule.max_staleness),
+            schedule=_schedule_config(schedule),
             buffer=config.buffer,
             repack=RepackConfig(
                 enabled=schedule.repack,
@@ -213,6 +214,14 @@ class _Planner:
             ),
             controller=ControllerConfig(start_timeout_s=NEVER_S, step_timeout_s=NEVER_S),
         )
+
+
+def _schedule_config(schedule: StudySchedule) -> ScheduleConfig:
+    if schedule.outstanding_batches is None:
+        return ScheduleConfig(name=schedule.name, max_staleness=schedule.max_staleness)
+    return ScheduleConfig(
+        name=schedule.name, max_staleness=schedule.max_staleness, outstanding_batches=schedule.outstanding_batches
+    )
 
 
 def _kind(schedule: ScheduleName) -> splits.GenerationKind:

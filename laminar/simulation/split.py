@@ -72,7 +72,7 @@ class Load:
     batch: FirstBatch
     mini_batches: int
     kind: GenerationKind
-    batches_under_way: int | None  # most that may be admitted and not trained; None: no bound
+    batches_under_way: float  # most that may be admitted and not trained
 
 
 def default_tensor_parallel(model: ModelSpec, gpu: GpuSpec, constants: Constants) -> int:
@@ -95,8 +95,7 @@ def max_running(load: Load, replicas: int) -> int:
         return min(most, -(-batch.groups // replicas)) * batch.group_size
     capacity = KV_CEILING * kv_capacity(load.model, load.gpu, load.tensor_parallel, load.constants)
     most = min(most, int(capacity / batch.kv_tokens_held) // batch.group_size)
-    if load.batches_under_way is not None:
-        most = min(most, -(-load.batches_under_way * batch.groups // replicas))
+    most = min(most, math.ceil(load.batches_under_way * batch.groups / replicas))
     return max(1, most) * batch.group_size
 
 
@@ -146,8 +145,6 @@ def _rate_seconds(load: Load, replicas: int, groups: int) -> float:
         drain_s = _drain_seconds(load, groups)
         square, linear = running / (2 * mean_s), running - work / 2
         seconds = (math.sqrt(linear**2 + 4 * square * work * drain_s) - linear) / (2 * square)
-    if load.batches_under_way is None:
-        return seconds
     return max(seconds, float(trajectory_s.max()) / load.batches_under_way)
 
 
