@@ -20,6 +20,7 @@ NO_TOKEN_IDS = np.empty(0, np.int32)
 NO_LOGPROBS = np.empty(0, np.float32)
 
 MAX_PIECES = 32  # of a response, before they are joined
+SMALL_PIECE = 256  # tokens: on average shorter, pieces take more memory and time than one copy of them
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -126,8 +127,16 @@ class Trajectory:
         self.logprobs.append(logprobs)
         self.num_tokens += count
         if len(self.token_ids) == MAX_PIECES:
-            self.token_ids = [_joined(self.token_ids)]
-            self.logprobs = [_joined(self.logprobs)]
+            self._join()
+
+    def complete(self) -> None:
+        """No more tokens come: join them now if they are many small pieces, rather than thousands at once in a step."""
+        if self.num_tokens < SMALL_PIECE * len(self.token_ids):
+            self._join()
+
+    def _join(self) -> None:
+        self.token_ids = [self.response_token_ids()]
+        self.logprobs = [self.response_logprobs()]
 
     def forget_tokens(self) -> None:
         """Start over: the version that made the tokens is gone. `policy_version` stays until the next lease."""

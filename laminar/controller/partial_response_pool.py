@@ -109,6 +109,7 @@ class PartialResponsePool:
 
     def finish(self, trajectory: Trajectory, finish_reason: str, now: float) -> None:
         """All tokens are there."""
+        trajectory.complete()
         trajectory.finish_reason = finish_reason
         trajectory.finished_at = now
         trajectory.move_to(TrajectoryState.FINISHED)

@@ -9,13 +9,13 @@ from laminar.errors import UserError
 
 SPARE_FILES = 1024  # open files besides the connections: logs, the terminal, pipes of the workers started here
 
-# Python looks for cycles whenever so many more objects were made than freed, and after a number of young collections it
-# goes through all objects. The controller holds some ten objects per trajectory in progress and makes no cycles to speak
-# of: a full collection frees nothing, and stands still for the longer the more trajectories there are (docs/controller-
-# speed.md). Young collections stay, and catch the cycles of exceptions and tasks soon after they were made.
-YOUNG_OBJECTS = 2_000  # milliseconds for them
-YOUNG_COLLECTIONS = 4  # before one of those that survived them, too
-MIDDLE_COLLECTIONS = 10_000  # before a full one: 80 million objects
+# Python looks for cycles whenever that many more objects were made than freed; every few times it looks through those that
+# have survived as well, and at last through all. The controller holds dozens of objects per trajectory and makes hardly a
+# cycle, so going through all frees nothing and stands still for 80 ms and more (docs/controller-speed.md). Young objects
+# are still looked through, in portions of a few milliseconds: they are where the cycles of exceptions and tasks are.
+YOUNG_OBJECTS = 2_000
+YOUNG_COLLECTIONS = 4  # before one of the survivors, too
+SURVIVOR_COLLECTIONS = 10_000  # before one of everything: 80 million objects more than were freed
 
 
 def prepare(workers: int) -> None:
@@ -24,7 +24,7 @@ def prepare(workers: int) -> None:
     Raises:
         UserError: the machine does not let a process have a connection to each.
     """
-    gc.set_threshold(YOUNG_OBJECTS, YOUNG_COLLECTIONS, MIDDLE_COLLECTIONS)
+    gc.set_threshold(YOUNG_OBJECTS, YOUNG_COLLECTIONS, SURVIVOR_COLLECTIONS)
     _allow_files(workers)
 
 

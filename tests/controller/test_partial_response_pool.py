@@ -168,6 +168,20 @@ def test_one_message_brings_deltas_of_many():
     assert (pool.late_tokens, len(pool)) == (2, 3)
 
 
+def test_small_pieces_are_joined_at_the_end_and_large_ones_stay():
+    pool, one, two = PartialResponsePool(), trajectory(), trajectory("0.1")
+    for each in (one, two):
+        pool.lease(each, rollout="rollout-0", policy_version=3, now=1.0)
+    for start in (0, 600):
+        reason = "stop" if start else None
+        large = message(("0.0", 1, start, range(600), reason), ("0.1", 1, start // 100, range(6), reason))
+        assert pool.take_in(large, now=2.0) == ([one, two] if start else [])
+    assert [len(piece) for piece in one.token_ids] == [len(piece) for piece in one.logprobs] == [600, 600]
+    assert np.shares_memory(one.token_ids[1], large.token_ids)
+    assert [len(piece) for piece in two.token_ids] == [len(piece) for piece in two.logprobs] == [12]
+    assert two.response_token_ids().tolist() == [*range(6), *range(6)]
+
+
 def test_pieces_are_kept_as_they_are_up_to_a_bound():
     pool, one = PartialResponsePool(), trajectory()
     pool.lease(one, rollout="rollout-0", policy_version=3, now=1.0)

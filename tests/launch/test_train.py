@@ -240,3 +240,21 @@ async def test_a_taken_port_is_refused_before_anything_starts(start):
     assert "started" not in run.output
     nothing_left(run)
     server.close()
+
+
+async def test_stragglers_of_real_engines_are_moved_and_go_on(start):
+    """No end of sequence comes from this model, so all responses are long; rollouts drain at every new version."""
+    run = await start(
+        trainer__steps=40,
+        rollout__replicas=3,
+        rollout__max_response_tokens=120,
+        rollout__delta_interval_s=0.02,
+        repack={"enabled": True, "interval_s": 0.02, "batch_bound": 16, "kv_ceiling": 1.0},
+    )
+    assert await run.end() == 0, run.output
+    nothing_left(run)
+    moves = [line for line in run.lines("events.jsonl") if line["event"] == "RolloutsRepacked"]
+    assert moves and sum(line["trajectories"] for line in moves) > 0
+    trained = [line for line in run.lines("trajectories.jsonl") if line["step"] is not None]
+    assert len({line["id"] for line in trained}) == len(trained) == 40 * 4 * 2
+    assert all(len(line["versions"]) == 1 and line["staleness"] <= 4 for line in trained)
