@@ -45,8 +45,15 @@ class HandClock:
         return self.now
 
 
-def a_group(group_id: int = 0, *, version: int = 0, rewards: tuple[float, ...] = (1.0, 0.0), tokens: int = 3) -> Group:
-    """A group whose members are generated and scored, on rollout-0."""
+def a_group(
+    group_id: int = 0,
+    *,
+    version: int = 0,
+    rewards: tuple[float, ...] = (1.0, 0.0),
+    tokens: int = 3,
+    trainer: int | None = None,
+) -> Group:
+    """A group whose members are generated and scored, on rollout-0; taken by a trainer of that version, if given."""
     prompt = Prompt(
         prompt_id=10 + group_id,
         source="spell_backward",
@@ -62,6 +69,8 @@ def a_group(group_id: int = 0, *, version: int = 0, rewards: tuple[float, ...] =
         member.state = TrajectoryState.SCORED
         member.lease, member.rollout, member.finish_reason, member.reward = 1, "rollout-0", "stop", reward
         member.started_at, member.finished_at = 100.0, 101.5
+        member.versions = [(version, 0)]
+        member.staleness = None if trainer is None else trainer - version
         members.append(member)
     return Group(group_id=group_id, prompt=prompt, trajectories=members, policy_version=version)
 

@@ -35,7 +35,8 @@ from laminar.controller.prompt_pool import PromptPool
 from laminar.controller.relay_manager import MASTER, Relay, RelayManager, store_name
 from laminar.controller.repacker import Repacker
 from laminar.controller.rollout_driver import RolloutDriver
-from laminar.controller.rollout_manager import Live, RolloutManager
+from laminar.controller.rollout_fleet import Live, RolloutFleet
+from laminar.controller.rollout_manager import RolloutManager
 from laminar.controller.run_control import RunControl
 from laminar.controller.schedules.make_schedule import make_schedule
 from laminar.controller.step_metrics import StepMetrics
@@ -109,9 +110,11 @@ class Controller:
             low_water=max(config.trainer.groups_per_step, groups_at_once(config)),
         )
         self.relays = RelayManager(self.registry, events, config)
+        self.fleet = RolloutFleet(self.registry, events, self.relays, self.pool, config, restart=restart)
         self.rollouts = RolloutManager(
             self.registry,
             events,
+            self.fleet,
             self.relays,
             self.prompts,
             self.pool,
@@ -119,7 +122,6 @@ class Controller:
             schedule,
             self.control,
             config,
-            restart=restart,
         )
         self.driver = RolloutDriver(self.rollouts, self.registry, events, limit_s=limit_s)
         self.repacker = Repacker(self.rollouts, self.driver, self.registry, events, config.repack, limit_s=limit_s)
@@ -147,8 +149,8 @@ class Controller:
             self.relays.tolerate_losses()
         self.relays.on_change = self._on_relay
         self.prompts.on_filled = self._on_prompts
-        self.control.on_change.append(self.rollouts.wake_all)
-        events.subscribe(lambda _: self.rollouts.wake_all(), StepFinished, GroupDropped)
+        self.control.on_change.append(self.fleet.wake_all)
+        events.subscribe(lambda _: self.fleet.wake_all(), StepFinished, GroupDropped)
         events.subscribe(lambda event: self._remember(event.trajectory), TrajectoryStarted)
         events.subscribe(lambda event: self.environments.submit(event.trajectory), TrajectoryFinished)
 
@@ -214,7 +216,7 @@ class Controller:
             task.add_done_callback(living.pop)
             return task
 
-        self.rollouts.start(spawn, lives)
+        self.fleet.start(spawn, lives)
         return tasks
 
     def _welcome(self, kind: WorkerKind, index: int) -> Welcome:
@@ -227,7 +229,7 @@ class Controller:
         )
 
     def _on_prompts(self) -> None:
-        self.rollouts.wake_all()
+        self.fleet.wake_all()
         self.buffer.changed.set()  # the data may have ended
 
     def _on_relay(self, relay: Relay) -> None:

@@ -134,7 +134,11 @@ def test_events_become_lines(tmp_path):
     events.emit(TokensAppended(rollout="rollout-0", tokens=1, late_tokens=0, kv_utilization=0.0))
     events.emit(PromptRejected(prompt_id=3, source="s", reason="too long"))
     events.emit(MetricsReported(line={"step": 1, "mismatch_kl": float("nan")}))
-    events.emit(StepFinished(step=1, policy_version=3, groups=[a_group(8, version=1)], train_s=0.1, trainer_metrics={}))
+    events.emit(
+        StepFinished(
+            step=1, policy_version=3, groups=[a_group(8, version=1, trainer=2)], train_s=0.1, trainer_metrics={}
+        )
+    )
     events.emit(GroupDropped(group=a_group(9, rewards=(0.5,)), reason="no reward"))
     assert lines_of(run.path / "metrics.jsonl") == [{"step": 1, "mismatch_kl": None}]
     first, second, dropped = lines_of(run.path / "trajectories.jsonl")
@@ -144,6 +148,7 @@ def test_events_become_lines(tmp_path):
         "prompt_id": 18,
         "source": "spell_backward",
         "policy_version": 1,
+        "versions": [[1, 0]],
         "step": 1,
         "staleness": 1,
         "prompt_tokens": 5,

@@ -61,7 +61,7 @@ class Stage:
     def step(self, step, **changes):
         emit = self.events.emit
         self.clock.now += 2
-        groups = [a_group(2 * step + k, version=max(0, step - 1 - k)) for k in range(2)]
+        groups = [a_group(2 * step + k, version=max(0, step - 1 - k), trainer=step - 1) for k in range(2)]
         for group in groups:
             emit(GroupCompleted(group=group))
         emit(TokensAppended(rollout="rollout-0", tokens=12, late_tokens=0, kv_utilization=0.5))

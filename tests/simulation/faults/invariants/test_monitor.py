@@ -12,6 +12,7 @@ from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
 from laminar.controller.relay_manager import Relay, RelayManager
 from laminar.controller.rollout_driver import RolloutDriver
+from laminar.controller.rollout_fleet import RolloutFleet
 from laminar.controller.rollout_manager import RolloutManager
 from laminar.controller.schedules.bounded import BoundedSchedule
 from laminar.controller.schedules.laminar import LaminarSchedule
@@ -208,7 +209,7 @@ def test_a_worker_that_is_given_up_too_early_is_noticed(monkeypatch):
 
 
 def test_a_wait_that_only_its_limit_ends_is_noticed(monkeypatch):
-    monkeypatch.setattr(RolloutManager, "wake_all", lambda self: None)
+    monkeypatch.setattr(RolloutFleet, "wake_all", lambda self: None)
     run = first_violation(range(20))
     assert run.violated == ENDS and "controller.step_timeout_s" in run.report
 
@@ -220,7 +221,7 @@ def test_a_wait_without_a_limit_is_noticed(monkeypatch):
         make_trainer(self, *arguments, **options)
         self._limit_s = 1e6
 
-    monkeypatch.setattr(RolloutManager, "wake_all", lambda self: None)
+    monkeypatch.setattr(RolloutFleet, "wake_all", lambda self: None)
     monkeypatch.setattr(TrainerDriver, "__init__", patient)
     monkeypatch.setattr(
         RolloutDriver, "__init__", lambda self, *arguments, limit_s: make_driver(self, *arguments, limit_s=1e6)
