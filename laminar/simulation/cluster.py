@@ -20,22 +20,22 @@ from laminar.errors import UserError
 from laminar.launch.commands import expected_workers
 from laminar.observability.events import EventBus, StepFinished
 from laminar.observability.states import TRAINER_BUSY
+from laminar.simulation.channels.network import SimulatedNetwork
+from laminar.simulation.clock.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from laminar.simulation.cluster_models import ClusterModels
-from laminar.simulation.engine_figures import engine_figures
-from laminar.simulation.engine_model import RooflineEngine
-from laminar.simulation.engine_statistics import EngineStatistics
-from laminar.simulation.environment_worker import ModelledEnvironment
-from laminar.simulation.gpu_seconds import RecordedCluster
-from laminar.simulation.language_models import check_fits
-from laminar.simulation.modelled_worker import Life, ModelledWorker
-from laminar.simulation.network import SimulatedNetwork
-from laminar.simulation.record import RunRecord
-from laminar.simulation.recorder import RunRecorder
-from laminar.simulation.relay_worker import ModelledRelay, WeightStores
-from laminar.simulation.rollout_worker import ModelledRollout, TokenArrays
-from laminar.simulation.supervisor import Supervisor
-from laminar.simulation.trainer_worker import ModelledTrainer
-from laminar.simulation.virtual_time import VirtualTimeLoop, run_in_virtual_time
+from laminar.simulation.models.engine_figures import engine_figures
+from laminar.simulation.models.engine_model import RooflineEngine
+from laminar.simulation.models.engine_statistics import EngineStatistics
+from laminar.simulation.models.language_models import check_fits
+from laminar.simulation.records.gpu_seconds import RecordedCluster
+from laminar.simulation.records.record import RunRecord
+from laminar.simulation.records.recorder import RunRecorder
+from laminar.simulation.workers.environment_worker import ModelledEnvironment
+from laminar.simulation.workers.modelled_worker import Life, ModelledWorker
+from laminar.simulation.workers.relay_worker import ModelledRelay, WeightStores
+from laminar.simulation.workers.rollout_worker import ModelledRollout, TokenArrays
+from laminar.simulation.workers.supervisor import Supervisor
+from laminar.simulation.workers.trainer_worker import ModelledTrainer
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

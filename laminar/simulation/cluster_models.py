@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from laminar.config.schema import ExperimentConfig
-from laminar.simulation.environment_worker import RewardModel
-from laminar.simulation.hardware import CONSTANTS, Constants, GpuSpec
-from laminar.simulation.language_models import ModelSpec
-from laminar.simulation.relay_model import global_sync_seconds, pull_seconds, relay_chain
-from laminar.simulation.relay_worker import WeightTimes
-from laminar.simulation.trainer_model import TRAINING_BYTES_PER_PARAMETER, TrainerModel
-from laminar.simulation.trainer_worker import TrainerTimes
-from laminar.simulation.workload import Workload
+from laminar.simulation.models.hardware import CONSTANTS, Constants, GpuSpec
+from laminar.simulation.models.language_models import ModelSpec
+from laminar.simulation.models.relay_model import global_sync_seconds, pull_seconds, relay_chain
+from laminar.simulation.models.trainer_model import TRAINING_BYTES_PER_PARAMETER, TrainerModel
+from laminar.simulation.models.workload import Workload
+from laminar.simulation.workers.environment_worker import RewardModel
+from laminar.simulation.workers.relay_worker import WeightTimes
+from laminar.simulation.workers.trainer_worker import TrainerTimes
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

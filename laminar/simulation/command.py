@@ -25,15 +25,15 @@ from rich.progress import (
 
 from laminar.errors import RunFailed, UserError
 from laminar.observability.plain_text import duration
-from laminar.simulation.config import load_study
-from laminar.simulation.explanations import EXPLANATIONS
-from laminar.simulation.plan import PlannedCase, plan_cases
-from laminar.simulation.report_json import to_json
-from laminar.simulation.report_page import page
-from laminar.simulation.report_table import print_report
-from laminar.simulation.study import Progress as CaseProgress
-from laminar.simulation.study import run_study
-from laminar.simulation.virtual_time_errors import VirtualTimeError
+from laminar.simulation.clock.virtual_time_errors import VirtualTimeError
+from laminar.simulation.report.report_json import to_json
+from laminar.simulation.report.report_page import page
+from laminar.simulation.report.report_table import print_report
+from laminar.simulation.study.config import load_study
+from laminar.simulation.study.explanations import EXPLANATIONS
+from laminar.simulation.study.plan import PlannedCase, plan_cases
+from laminar.simulation.study.run_study import Progress as CaseProgress
+from laminar.simulation.study.run_study import run_study
 
 PAGES = Path("runs") / "simulations"
 SHOWN_CASES = 8  # running ones, in the progress display

@@ -8,7 +8,7 @@ from laminar.config.checks import check_config
 from laminar.config.load import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-STUDIES = CONFIGS / "simulation"  # tests/simulation/test_config.py loads them
+STUDIES = CONFIGS / "simulation"  # tests/simulation/study/test_config.py loads them
 FILES = sorted(path for path in CONFIGS.rglob("*.yaml") if STUDIES not in path.parents)
 
 

@@ -3,10 +3,10 @@
 from laminar.config.schema import ExperimentConfig
 from laminar.simulation.cluster import RunOptions, SimulatedRun
 from laminar.simulation.cluster_models import ClusterModels
-from laminar.simulation.hardware import gpu
-from laminar.simulation.language_models import language_model
-from laminar.simulation.lengths import LogNormalLengths
-from laminar.simulation.workload import Workload
+from laminar.simulation.models.hardware import gpu
+from laminar.simulation.models.language_models import language_model
+from laminar.simulation.models.lengths import LogNormalLengths
+from laminar.simulation.models.workload import Workload
 
 
 def experiment(**overrides):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from laminar.errors import UserError
-from laminar.simulation.config import load_study
-from laminar.simulation.plan import plan_cases
+from laminar.simulation.study.config import load_study
+from laminar.simulation.study.plan import plan_cases
 
 TEXT = """\
 name: small

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from laminar.simulation.record import Lane, RepackFigures, RunRecord, Span, Spread, StepRecord, WeightFigures
-from laminar.simulation.study_result import Assumption, Case, StudyResult
+from laminar.simulation.records.record import Lane, RepackFigures, RunRecord, Span, Spread, StepRecord, WeightFigures
+from laminar.simulation.study.study_result import Assumption, Case, StudyResult
 
 RATE = {"synchronous": 1.0, "one_step": 1.3, "stream": 1.35, "partial": 1.9, "laminar": 2.5}
 IDLE = {

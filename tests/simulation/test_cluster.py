@@ -8,8 +8,8 @@ import pytest
 from laminar.errors import RunFailed, UserError, WorkerLost
 from laminar.observability import events as event_types
 from laminar.simulation.cluster import RunOptions
-from laminar.simulation.lengths import LogNormalLengths
-from laminar.simulation.workload import ToolCalls, Workload
+from laminar.simulation.models.lengths import LogNormalLengths
+from laminar.simulation.models.workload import ToolCalls, Workload
 from tests.simulation.small_cluster import Recorded, experiment, workload
 
 SCHEDULES = ("laminar", "synchronous", "one_step", "stream", "partial")

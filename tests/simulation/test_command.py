@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from laminar.cli import main
-from laminar.simulation.explanations import EXPLANATIONS
-from laminar.simulation.paper_figures import PAPER_FIGURES
-from laminar.simulation.report_json import read_json
+from laminar.simulation.report.report_json import read_json
+from laminar.simulation.study.explanations import EXPLANATIONS
+from laminar.simulation.study.paper_figures import PAPER_FIGURES
 from tests.simulation.study_files import study_file
 
 

@@ -4,9 +4,9 @@ import asyncio
 import functools
 
 from laminar.protocol import messages
-from laminar.simulation.network import SimulatedNetwork
-from laminar.simulation.relay_worker import WeightStores
-from laminar.simulation.virtual_time import run_in_virtual_time
+from laminar.simulation.channels.network import SimulatedNetwork
+from laminar.simulation.clock.virtual_time import run_in_virtual_time
+from laminar.simulation.workers.relay_worker import WeightStores
 
 
 def in_virtual_time(scenario):

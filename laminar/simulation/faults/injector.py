@@ -12,11 +12,11 @@ from typing import Any
 from laminar.observability.events import Notice, RolloutLost, WeightsPublished
 from laminar.protocol.messages import Broadcast, WorkerFailed
 from laminar.simulation.cluster import SimulatedRun
-from laminar.simulation.environment_worker import ModelledEnvironment, ScoreFault
 from laminar.simulation.faults import fault as faults
 from laminar.simulation.faults.event_log import EventLog, describe
-from laminar.simulation.modelled_worker import ModelledWorker
-from laminar.simulation.trainer_worker import ModelledTrainer
+from laminar.simulation.workers.environment_worker import ModelledEnvironment, ScoreFault
+from laminar.simulation.workers.modelled_worker import ModelledWorker
+from laminar.simulation.workers.trainer_worker import ModelledTrainer
 
 FAIL_S = 0.1  # from a worker's saying that it fails to its end; what it said may come too late
 

@@ -9,20 +9,20 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
+from laminar.simulation.channels.network import jittered_latency
 from laminar.simulation.cluster import RunOptions, SimulatedRun
 from laminar.simulation.cluster_models import ClusterModels
-from laminar.simulation.environment_worker import RewardModel
 from laminar.simulation.faults.event_log import EventLog
 from laminar.simulation.faults.fault import kind_of
 from laminar.simulation.faults.fault_schedule import FaultSchedule
 from laminar.simulation.faults.injector import Injector
 from laminar.simulation.faults.invariants.invariant import InvariantViolation
 from laminar.simulation.faults.invariants.monitor import Monitor
-from laminar.simulation.hardware import Constants, gpu
-from laminar.simulation.language_models import language_model
-from laminar.simulation.lengths import LogNormalLengths
-from laminar.simulation.network import jittered_latency
-from laminar.simulation.workload import Workload
+from laminar.simulation.models.hardware import Constants, gpu
+from laminar.simulation.models.language_models import language_model
+from laminar.simulation.models.lengths import LogNormalLengths
+from laminar.simulation.models.workload import Workload
+from laminar.simulation.workers.environment_worker import RewardModel
 
 LIMIT_S = 5_000.0  # virtual seconds; ten times what the longest takes
 

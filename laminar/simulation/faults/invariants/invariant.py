@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.controller import Controller
 from laminar.controller.schedules.make_schedule import max_staleness
-from laminar.simulation.workload import Workload
+from laminar.simulation.models.workload import Workload
 
 
 class InvariantViolation(Exception):

@@ -1,0 +1,1 @@
+"""What one simulated run leaves behind."""

@@ -1,0 +1,1 @@
+"""A study's result for people and programs: terminal, HTML page, JSON."""

@@ -1,0 +1,1 @@
+"""Modelled workers that speak the real messages, and what starts them."""

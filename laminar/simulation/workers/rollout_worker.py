@@ -1,0 +1,287 @@
+"""A modelled rollout: the messages of a real one, with a `RooflineEngine` inside that advances from event to event.
+
+Invariants: a finish is sent at once, with every token of the trajectory that had not been sent; tokens are sent once and in
+order; the ids of tokens are the version that made them, so that mixing shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from laminar.protocol import messages
+from laminar.simulation.channels.network import SimulatedNetwork
+from laminar.simulation.models.engine_model import RooflineEngine
+from laminar.simulation.models.workload import Workload
+from laminar.simulation.workers.modelled_worker import Life, ModelledWorker
+from laminar.simulation.workers.relay_worker import WeightStores, WeightTimes
+
+LOGPROB = -1.0
+MIN_TOKENS = 1 << 16  # of the arrays that messages are cut from
+KEPT_VERSIONS = 8
+
+
+class TokenArrays:
+    """Arrays that the deltas' tokens are slices of: nothing is allocated for a message. Shared by all rollouts."""
+
+    def __init__(self) -> None:
+        self._token_ids: dict[int, NDArray[np.int32]] = {}
+        self._logprobs: NDArray[np.float32] = _constant(LOGPROB, MIN_TOKENS, np.float32)
+
+    def token_ids(self, version: int, count: int) -> NDArray[np.int32]:
+        """That many tokens of this version: int32 [count], each of them the version."""
+        array: NDArray[np.int32] | None = self._token_ids.get(version)
+        if array is None or len(array) < count:
+            while len(self._token_ids) >= KEPT_VERSIONS:
+                del self._token_ids[min(self._token_ids)]
+            array = self._token_ids[version] = _constant(version, _room(count), np.int32)
+        return array[:count]
+
+    def logprobs(self, count: int) -> NDArray[np.float32]:
+        """float32 [count], all the same."""
+        if len(self._logprobs) < count:
+            self._logprobs = _constant(LOGPROB, _room(count), np.float32)
+        return self._logprobs[:count]
+
+
+def _constant(value: float, count: int, dtype: type) -> NDArray[Any]:
+    array: NDArray[Any] = np.full(count, value, dtype)
+    array.flags.writeable = False
+    return array
+
+
+def _room(count: int) -> int:
+    return max(MIN_TOKENS, 1 << count.bit_length())
+
+
+class _Leased:
+    """A trajectory that is generated here."""
+
+    __slots__ = ("finish_reason", "lease", "sent")
+
+    def __init__(self, lease: int, sent: int, finish_reason: str) -> None:
+        self.lease = lease
+        self.sent = sent  # response tokens that the controller has, or will have by what was sent
+        self.finish_reason = finish_reason  # when all tokens are there
+
+
+class ModelledRollout(ModelledWorker):
+    """One replica."""
+
+    kind = "rollout"
+
+    def __init__(
+        self,
+        network: SimulatedNetwork,
+        life: Life,
+        *,
+        engine: RooflineEngine,
+        workload: Workload,
+        times: WeightTimes,
+        stores: WeightStores,
+        arrays: TokenArrays,
+        delta_interval_s: float,
+    ) -> None:
+        """`workload`: lengths of the responses; a prompt's token ids are all its prompt_id (`ModelledEnvironment`)."""
+        self.engine = engine
+        self.policy_version = -1
+        self.generated_tokens = 0
+        self.pulling = False
+        self._workload = workload
+        self._times = times
+        self._stores = stores
+        self._arrays = arrays
+        self._delta_interval_s = delta_interval_s
+        self._leased: dict[str, _Leased] = {}
+        self._leases: dict[str, int] = {}  # newest lease of each trajectory that was stopped here: an older one is late
+        self._timer: asyncio.TimerHandle | None = None  # the engine's next event
+        self._gains_timer: asyncio.TimerHandle | None = None
+        super().__init__(network, life)
+
+    def handle(self, message: Any) -> None:
+        """See `ModelledWorker`."""
+        if isinstance(message, messages.ReportLoad):
+            self.send(self._load())
+        elif isinstance(message, messages.Generate):
+            self._generate(message)
+        elif isinstance(message, messages.AbortTrajectories):
+            self._abort(message)
+        elif isinstance(message, messages.PullWeights):
+            self._pull(message)
+        else:
+            super().handle(message)
+
+    # ------------------------------------------------------------ trajectories
+
+    def _generate(self, message: messages.Generate) -> None:
+        now = self.loop.time()
+        complete: list[str] = []
+        for assignment in message.assignments:
+            trajectory_id, lease = assignment.trajectory_id, assignment.lease
+            leased = self._leased.get(trajectory_id)
+            if leased is not None or lease <= self._leases.get(trajectory_id, 0):
+                continue  # said twice
+            if assignment.policy_version != self.policy_version:
+                raise RuntimeError(
+                    f"{self.name} serves version {self.policy_version}, was asked to generate {trajectory_id} with "
+                    f"version {assignment.policy_version}"
+                )
+            prompt_id, member = int(assignment.prompt_token_ids[0]), int(trajectory_id.rpartition(".")[2])
+            done = len(assignment.token_ids)
+            total = self._workload.response_tokens(prompt_id, member)
+            cut = self._workload.was_cut(prompt_id, member)
+            if total > done + assignment.max_new_tokens:
+                total, cut = done + assignment.max_new_tokens, True
+            self._leased[trajectory_id] = _Leased(lease, done, "length" if cut else "stop")
+            self._leases[trajectory_id] = lease
+            if total <= done:  # all its tokens came before its end was heard
+                complete.append(trajectory_id)
+                continue
+            self.engine.add(
+                now,
+                trajectory_id,
+                prompt_tokens=len(assignment.prompt_token_ids),
+                remaining_tokens=total - done,
+                done_tokens=done,
+                pauses=self._workload.pauses(prompt_id, member),
+                prefix_key=trajectory_id.rpartition(".")[0],
+            )
+        if complete:
+            self._send_ended([(id, self._leased[id].sent) for id in complete], None)
+        self._set_timers()
+
+    def _abort(self, message: messages.AbortTrajectories) -> None:
+        now = self.loop.time()
+        self._on_engine_event()
+        ended: list[tuple[str, int]] = []
+        for trajectory_id in message.trajectory_ids:
+            if trajectory_id in self._leased:
+                tokens = self.engine.remove(now, trajectory_id)
+                if tokens is not None:
+                    ended.append((trajectory_id, tokens))
+        if ended:
+            self._send_ended(ended, "abort")
+        self._set_timers()
+
+    def _on_engine_event(self) -> None:
+        """Take out and send what has finished by now."""
+        finished = self.engine.advance(self.loop.time())
+        if finished:
+            self._send_ended([(one.trajectory_id, one.tokens) for one in finished], None)
+        self._set_timers()
+
+    def _set_timers(self) -> None:
+        next_event = self.engine.next_event(self.loop.time())
+        timer = self._timer
+        if timer is not None:
+            if timer.when() == next_event:
+                return
+            timer.cancel()
+        self._timer = None if next_event is None else self.at(next_event, self._timer_due)
+        if self._gains_timer is None and self._leased:
+            self._gains_timer = self.after(self._delta_interval_s, self._gains_due)
+
+    def _timer_due(self) -> None:
+        self._timer = None
+        self._on_engine_event()
+
+    def _gains_due(self) -> None:
+        """Every `delta_interval_s`: what the running trajectories have gained."""
+        self._gains_timer = None
+        self._on_engine_event()
+        gains = [
+            (id, tokens)
+            for id, tokens in self.engine.progress_all(self.loop.time()).items()
+            if tokens > self._leased[id].sent
+        ]
+        if gains:
+            self._send(gains, [None] * len(gains))
+        self._set_timers()
+
+    # ------------------------------------------------------------ what is sent
+
+    def _send_ended(self, ended: list[tuple[str, int]], finish_reason: str | None) -> None:
+        """The last deltas of these (id, response tokens); no reason given: each its own."""
+        self._send(ended, [finish_reason or self._leased[id].finish_reason for id, _ in ended])
+        for id, _ in ended:
+            del self._leased[id]
+        if finish_reason is None:
+            for id, _ in ended:
+                del self._leases[id]  # its id never comes back
+
+    def _send(self, tokens: list[tuple[str, int]], finish_reasons: Iterable[str | None]) -> None:
+        starts, counts, leases = [], [], []
+        for id, now_has in tokens:
+            leased = self._leased[id]
+            starts.append(leased.sent)
+            counts.append(now_has - leased.sent)
+            leases.append(leased.lease)
+            leased.sent = now_has
+        total = sum(counts)
+        self.generated_tokens += total
+        self.send(
+            messages.TrajectoryDeltas(
+                policy_version=self.policy_version,
+                trajectory_ids=tuple([id for id, _ in tokens]),
+                leases=tuple(leases),
+                starts=np.array(starts, np.int32),
+                token_counts=np.array(counts, np.int32),
+                token_ids=self._arrays.token_ids(self.policy_version, total),
+                logprobs=self._arrays.logprobs(total),
+                finish_reasons=tuple(finish_reasons),
+                load=self._load(),
+            )
+        )
+
+    def _load(self) -> messages.RolloutLoad:
+        running, waiting, kv_utilization = self.engine.load(self.loop.time())
+        return messages.RolloutLoad(running=running, waiting=waiting, kv_utilization=kv_utilization)
+
+    # ------------------------------------------------------------ weights
+
+    def _pull(self, message: messages.PullWeights) -> None:
+        held = self._stores.held(message.store)
+        version = message.policy_version if message.exact or not held else held[-1]
+        if version not in held or version < message.policy_version:
+            newest = held[-1] if held else None
+            error = f"store {message.store} does not hold it (its newest is {newest})"
+            self.send(messages.PullFailed(policy_version=message.policy_version, error=error))
+            return
+        seconds = self._times.pull_s
+        if seconds <= 0:
+            self._pulled(version, 0.0)
+            return
+        self.pulling = True
+        self.engine.stop(self.loop.time())
+        self._set_timers()
+        self.after(seconds, self._pulled, version, seconds)
+
+    def _pulled(self, version: int, seconds: float) -> None:
+        self.pulling = False
+        self.policy_version = version
+        self.engine.resume(self.loop.time())
+        nbytes = self._times.nbytes
+        self.send(messages.WeightsPulled(policy_version=version, seconds=seconds, nbytes=nbytes))
+        self._set_timers()
+
+    # ------------------------------------------------------------ faults
+
+    def freeze(self) -> None:
+        """See `ModelledWorker`: what was computed before has been seen by nobody, and stays."""
+        self.engine.stop(self.loop.time())
+
+    def thaw(self) -> None:
+        """See `ModelledWorker`."""
+        if not self.pulling:
+            self.engine.resume(self.loop.time())
+        self._set_timers()
+
+    def ended(self) -> None:
+        """See `ModelledWorker`."""
+        for timer in (self._timer, self._gains_timer):
+            if timer is not None:
+                timer.cancel()
