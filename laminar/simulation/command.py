@@ -85,7 +85,7 @@ def simulate(
 
 @contextmanager
 def _progress(console: Console, cases: Sequence[PlannedCase], steps: int) -> Iterator[Callable[[CaseProgress], None]]:
-    """A bar over all cases, and a line per running one, with its step and its clock."""
+    """A bar over all cases, and a line per running one, with its step and its clock; in a log, a line per case that is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[clock]}"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bars:
         # Steps of all cases are counted, weighted by nothing: cases of one study cost about the same per trajectory.
@@ -105,6 +105,8 @@ def _progress(console: Console, cases: Sequence[PlannedCase], steps: int) -> Ite
             if progress.step == steps:
                 done.add(progress.case)
                 bars.update(bar, visible=False)
+                if not console.is_terminal:
+                    console.print(f"{len(done)} of {len(cases)} done: {cases[progress.case]}", soft_wrap=True)
 
         yield show
 
