@@ -30,6 +30,7 @@ from laminar.errors import UserError
 from laminar.simulation.cluster_models import ClusterModels
 from laminar.simulation.models.hardware import GpuSpec
 from laminar.simulation.models.language_models import ModelSpec, check_fits
+from laminar.simulation.models.relay_model import relay_chain
 from laminar.simulation.models.workload import Workload
 from laminar.simulation.study import split as splits
 from laminar.simulation.study.config import ScheduleName, SimulationConfig, StudyModel, StudySchedule
@@ -172,7 +173,11 @@ class _Planner:
         per_host = self._constants.gpus_per_host
         relays = 1 + -(-split.rollout_gpus // per_host)  # the master, and one per rollout host
         bound = splits.batch_bound(load)
-        return self._experiment_of(schedule, replicas, load.tensor_parallel, running, relays, bound)
+        experiment = self._experiment_of(schedule, replicas, load.tensor_parallel, running, relays, bound)
+        chain = relay_chain(load.model, relays, self._constants)
+        # The chunk size that the chain's formula wants for this model; the default of an experiment is for small ones.
+        relay = experiment.relay.model_copy(update={"chunk_mib": chain.nbytes / chain.best_chunks / (1 << 20)})
+        return experiment.model_copy(update={"relay": relay})
 
     def _experiment_of(
         self, schedule: StudySchedule, replicas: int, degree: int, running: int, relays: int, bound: int
