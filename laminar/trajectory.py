@@ -28,6 +28,8 @@ FINISH_REASONS = ("stop", "length", "abort")
 class TrajectoryState(enum.Enum):
     """Where a trajectory is in its life; `docs/architecture.md` has the picture."""
 
+    __hash__ = object.__hash__  # enum's own is python code, and every change of state looks into a table
+
     QUEUED = "queued"
     GENERATING = "generating"
     MIGRATING = "migrating"

@@ -175,7 +175,7 @@ class StudyRollout(Section):
 
     max_running: Annotated[int | None, Field(ge=1)] = None
     """Trajectories that a rollout holds at once. null: an even share of what the schedule lets be under way, as far as the KV cache holds it (docs/simulation.md)."""
-    delta_interval_s: Positive = 10.0
+    delta_interval_s: Positive = 300.0
     """How often a rollout sends what its trajectories gained, in seconds. Without faults it changes nothing but the simulator's own speed: a finish is sent at once."""
 
 
