@@ -120,12 +120,16 @@ def _read_lengths(path: Path) -> list[int]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"workload.lengths.file: {path} cannot be read ({error}); expected a text file of lengths") from None
+        raise UserError(
+            f"workload.lengths.file: {path} cannot be read ({error}); expected a text file of lengths"
+        ) from None
     if text.lstrip().startswith("["):
         try:
             values = json.loads(text)
         except ValueError as error:
-            raise UserError(f"workload.lengths.file: {path} is not JSON: {error}; expected an array of numbers") from None
+            raise UserError(
+                f"workload.lengths.file: {path} is not JSON: {error}; expected an array of numbers"
+            ) from None
         lengths = [_length(value, f"{path}, entry {number}") for number, value in enumerate(values, 1)]
     else:
         lengths = []
@@ -146,5 +150,7 @@ def _number(text: str) -> Any:
 
 def _length(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < 2**53 or value != int(value):
-        raise UserError(f"workload.lengths.file: {where}: {str(value)[:40]!r}; expected a whole number of tokens, 1 at least")
+        raise UserError(
+            f"workload.lengths.file: {where}: {str(value)[:40]!r}; expected a whole number of tokens, 1 at least"
+        )
     return int(value)
