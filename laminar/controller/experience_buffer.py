@@ -26,7 +26,6 @@ class ExperienceBuffer:
         self.trained = 0
         self.taken = 0  # by the step in the making
         self.steps_left = steps
-        self.lost_steps = 0  # versions published for steps that the trainer has lost since
         self.changed = asyncio.Event()
         self._events = events
         self._config = config
@@ -140,6 +139,12 @@ class ExperienceBuffer:
                 trajectory.move_to(TrajectoryState.CONSUMED)
         self.trained += len(groups)
         self.taken = 0
+
+    def leave(self, groups: list[Group], reason: str) -> None:
+        """The data ended, and these do not fill a step: nobody trains them."""
+        self.taken -= len(groups)
+        for group in groups:
+            self._events.emit(GroupDropped(group=group, reason=reason))
 
     def give_back(self, groups: list[Group]) -> None:
         """The trainer lost the steps that consumed these groups: they are to be trained (again)."""

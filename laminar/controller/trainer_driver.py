@@ -27,7 +27,6 @@ from laminar.controller.worker_registry import Worker, WorkerRegistry
 from laminar.errors import RunFailed, WorkerLost
 from laminar.observability.events import (
     EventBus,
-    GroupDropped,
     Notice,
     StepFinished,
     StepStarted,
@@ -149,7 +148,6 @@ class TrainerDriver:
 
     def _published(self, answer: messages.WeightsPublished) -> None:
         self.policy_version = answer.policy_version
-        self._buffer.lost_steps = self.policy_version - self.step
         self._relays.published(answer.policy_version)
         self._events.emit(
             WeightsPublished(
@@ -191,7 +189,6 @@ class TrainerDriver:
         groups, self._in_training = self._in_training, []
         self._restarts = 0
         self.step = step
-        self._buffer.lost_steps = self.policy_version - step
         self._buffer.steps_left = self._steps - step
         self._buffer.consume(groups, step)
         if self._checkpoint_every:
@@ -253,8 +250,7 @@ class TrainerDriver:
     def _leave(self, groups: list[Group]) -> None:
         short = self._schedule.batch_groups - len(groups)
         reason = f"the data ended {short} groups short of a step (data.last_batch: drop)"
-        for group in groups:
-            self._events.emit(GroupDropped(group=group, reason=reason))
+        self._buffer.leave(groups, reason)
         self._events.emit(Notice(level="info", text=f"left {len(groups)} groups: {reason}"))
 
     async def _train(
@@ -356,7 +352,6 @@ class TrainerDriver:
         self._in_training = []
         self._steps_lost += self.step - step
         self.step = step
-        self._buffer.lost_steps = self.policy_version - step
         self._buffer.steps_left = self._steps - step
         if returned:
             self._buffer.give_back(returned)

@@ -63,9 +63,11 @@ class CountsAddUp(Invariant):
             )
         if len(ledger.admitted) != buffer.admitted + buffer.dropped:
             self.fail(f"buffer: {buffer.admitted} admitted, {buffer.dropped} dropped, {len(ledger.admitted)} started")
-        lost = self.controller.trainer.policy_version - self.controller.trainer.step
-        if buffer.lost_steps != max(0, lost) and not training and self.controller.trainer.policy_version >= 0:
-            self.fail(f"buffer: {buffer.lost_steps} lost steps, {lost} by versions and steps")
+        if buffer.taken != len(training):
+            self.fail(f"buffer: {buffer.taken} taken by the step in the making, {len(training)} in training")
+        left = self.run.config.trainer.steps - self.controller.trainer.step
+        if buffer.steps_left != left:
+            self.fail(f"buffer: {buffer.steps_left} steps left, {left} by the trainer's step")
 
     def _recount_trajectories(self) -> None:
         in_progress = finished = 0

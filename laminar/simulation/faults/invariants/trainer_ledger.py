@@ -100,7 +100,8 @@ class TrainedOnceWithinTheBound(Invariant):
         """There were versions without a step (after a restart), or steps of fewer groups: what `on_stale` is for."""
         full = self.run.config.trainer.groups_per_step
         short = [made for made, parts in self._steps.items() if made < step and sum(map(len, parts.values())) < full]
-        return self.controller.buffer.lost_steps > 0 or bool(short)
+        trainer = self.controller.trainer
+        return trainer.policy_version > trainer.step or bool(short)
 
     def _on_hello(self, peer: str, to_worker: bool, message: Hello) -> None:
         """A process that was started anew knows nothing, until it has loaded a checkpoint."""
