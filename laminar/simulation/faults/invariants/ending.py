@@ -104,7 +104,9 @@ class EndsAsItShould(Invariant):
         if "no attempt left" in message:
             return "the environment workers' ends" if self._environment_struck() else ""
         if "for the batch of step" in message:
-            return "rollout.on_lost_version: wait" if self._waits_for_lost_version() else ""
+            if self._waits_for_lost_version():
+                return "rollout.on_lost_version: wait"
+            return "rewards that hang, one after the other" if self._rewards_hang() else ""
         if "(trainer.restarts)" in message:
             return "the trainer's losses, more than trainer.restarts" if self._trainer_given_up() else ""
         workers = WORKER.findall(message)
@@ -151,6 +153,17 @@ class EndsAsItShould(Invariant):
         served = {replica.policy_version for replica in self.controller.rollouts.replicas.values()}
         orphans = self.controller.pool.orphans.values()
         return any(orphan.versions and orphan.policy_version not in served for orphan in orphans)
+
+    def _rewards_hang(self) -> bool:
+        """Rewards are pending, and those that hung have taken their workers at least half of the trainer's patience."""
+        config = self.run.config
+        hung = sum(
+            strike.fault.count
+            for strike in self._strikes
+            if isinstance(strike.fault, faults.BadReward) and strike.fault.how == "hang"
+        )
+        lost_s = hung * config.reward.timeout_s / config.reward.workers
+        return self.controller.environments.pending_scores > 0 and lost_s >= config.controller.step_timeout_s / 2
 
     def _any(self, kind: type[faults.Fault]) -> bool:
         return any(isinstance(strike.fault, kind) for strike in self._strikes)
