@@ -1,4 +1,4 @@
-"""Which rollouts to empty into which others: the repack of SPEC.md 5 (Algorithm 1, best fit) as a pure function.
+"""Which rollouts to empty into which others: repack by best fit (the paper, section 5, Algorithm 1) as a pure function.
 
 Invariants of a plan: trajectories move within one policy version only; every source is emptied by exactly one move; no
 rollout both gives and receives; no target exceeds the KV ceiling or the batch bound, all its merges counted. The same

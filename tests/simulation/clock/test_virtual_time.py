@@ -385,7 +385,7 @@ def test_asynchronous_generators_are_closed():
         lambda loop: loop.run_in_executor(None, print),
         lambda loop: asyncio.to_thread(print),
         lambda loop: asyncio.open_connection("127.0.0.1", 1),
-        lambda loop: asyncio.start_unix_server(print, "/tmp/none"),
+        lambda loop: asyncio.start_unix_server(print, "none.sock"),
         lambda loop: asyncio.create_subprocess_exec("true"),
         lambda loop: loop.add_signal_handler(2, print),
         lambda loop: loop.add_reader(0, print),
