@@ -16,6 +16,7 @@ from laminar.simulation.faults.fault_schedule import FaultSchedule, WorkloadFigu
 
 SCHEDULES = ("laminar", "laminar", "partial", "synchronous", "one_step", "stream")
 HEARTBEAT_S = 2.0
+WAVE_S = 20.0  # longer than the longest trajectory takes, its reward included
 SILENCE_LIMIT_S = 9.0
 RUN_S = 35.0  # about what a run takes; faults strike within it
 
@@ -113,7 +114,8 @@ def _config(draw: _Draw, seed: int) -> ExperimentConfig:
                 "heartbeat_s": HEARTBEAT_S,
                 "silence_limit_s": SILENCE_LIMIT_S,
                 "start_timeout_s": 60.0,
-                "step_timeout_s": 90.0,
+                # Enough for the last rollout that is left to make a step's groups, one wave after the other.
+                "step_timeout_s": max(90.0, WAVE_S * -(-groups_per_step // (max_running // group_size))),
             },
         }
     )
