@@ -31,6 +31,7 @@ class Relay:
     keep: int  # versions that it keeps
     host: str = ""
     versions: list[int] = field(default_factory=list)  # that it holds complete, oldest first
+    changes: int = 0  # versions that it has stored so far: tells news of it from what is older
 
     @property
     def stored_version(self) -> int:
@@ -43,6 +44,7 @@ class Relay:
 
     def store(self, version: int) -> None:
         """It holds one more; the oldest beyond what it keeps are gone."""
+        self.changes += 1
         if version not in self.versions:
             self.versions = sorted([*self.versions, version])[-self.keep :]
 

@@ -105,6 +105,7 @@ class RolloutDriver:
         relay = replica.relay
         exact = version < relay.stored_version
         message = messages.PullWeights(policy_version=version, store=store_name(relay.rank), exact=exact)
+        changes = relay.changes
         answer = await self._registry.ask(
             replica.name,
             message,
@@ -113,7 +114,8 @@ class RolloutDriver:
             matches=lambda pulled: pulled.policy_version == version or (not exact and pulled.policy_version > version),
         )
         if isinstance(answer, messages.PullFailed):
-            relay.forget(answer.policy_version)
+            if relay.changes == changes:  # else it has stored something since, perhaps this very version again
+                relay.forget(answer.policy_version)
             text = f"{replica.name} could not pull version {answer.policy_version}: {answer.error}"
             self._events.emit(Notice(level="warning", text=text))
             return

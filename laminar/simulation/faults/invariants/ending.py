@@ -107,6 +107,9 @@ class EndsAsItShould(Invariant):
             if self._waits_for_lost_version():
                 return "rollout.on_lost_version: wait"
             return "rewards that hang, one after the other" if self._rewards_hang() else ""
+        if message.startswith("data.max_prompt_tokens: all"):
+            prompts = self.controller.prompts
+            return "prompts that are all too long" if prompts.exhausted and prompts.rejected == prompts.cursor else ""
         if "(trainer.restarts)" in message:
             return "the trainer's losses, more than trainer.restarts" if self._trainer_given_up() else ""
         workers = WORKER.findall(message)
