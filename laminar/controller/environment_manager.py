@@ -25,6 +25,7 @@ from laminar.trajectory import Trajectory, TrajectoryState
 
 SCORE_ATTEMPTS = 2  # the user's code may be what kills the worker
 FETCH_ATTEMPTS = 5
+LONGEST_WATCH_S = 1.0  # between two looks; so much later than its limit a call is failed at most
 REPLACE_ATTEMPTS = 5  # in a row, for one worker
 
 
@@ -143,7 +144,7 @@ class EnvironmentManager:
 
     async def watch_forever(self) -> None:
         """Fail calls that have exceeded their limit; the worker hangs in the user's code and is replaced."""
-        interval = min(self._reward_timeout_s, self._fetch_timeout_s) / 4
+        interval = min(self._reward_timeout_s / 4, self._fetch_timeout_s / 4, LONGEST_WATCH_S)
         while True:
             await asyncio.sleep(interval)
             now = self._now()

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Sequence
 
 from laminar.config.schema import RepackConfig
-from laminar.controller.repack_planner import Move, RepackBounds, RepackPlan, RolloutObservation, plan
+from laminar.controller.repack_planner import Move, RepackBounds, RolloutObservation, plan
 from laminar.controller.replica import Replica
 from laminar.controller.rollout_driver import RolloutDriver
 from laminar.controller.rollout_manager import RolloutManager
@@ -36,7 +36,6 @@ class Repacker:
         limit_s: float,
     ) -> None:
         """`limit_s`: longest time that a source may take to stop."""
-        self.newest_plan: RepackPlan | None = None
         self._manager = manager
         self._driver = driver
         self._registry = registry
@@ -72,8 +71,7 @@ class Repacker:
                 # An emptied rollout gains nothing where no group may start, and the target's trajectories get slower.
                 if not self._manager.room_for_more():
                     continue
-                self.newest_plan = plan(self._observations(), self._bounds)
-                for move in self.newest_plan.moves:
+                for move in plan(self._observations(), self._bounds).moves:
                     moves.create_task(self._move(move), name=f"repack {move.source} -> {move.target}")
 
     def _observations(self) -> Sequence[RolloutObservation]:

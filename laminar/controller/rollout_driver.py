@@ -21,6 +21,8 @@ from laminar.errors import RunFailed, WorkerLost
 from laminar.observability.events import EventBus, Notice, WeightsPulled
 from laminar.protocol import messages
 
+LONGEST_WATCH_S = 10.0  # between two looks; so much later than its limit silence is noticed at most
+
 
 class RolloutDriver:
     """The life of a rollout, step by step."""
@@ -48,7 +50,7 @@ class RolloutDriver:
         """A rollout that has trajectories and has sent no token for the limit counts as lost."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(self._limit_s / 4)
+            await asyncio.sleep(min(self._limit_s / 4, LONGEST_WATCH_S))
             for replica in list(self._manager.replicas.values()):
                 silent = loop.time() - replica.last_token_at
                 if replica.in_flight and silent >= self._limit_s:

@@ -1,4 +1,4 @@
-"""What the controller and the workers need of a transport. ZeroMQ in real runs, queues in memory under test."""
+"""What the controller and the workers need of a transport. ZeroMQ in real runs, `simulation/channels/` in tests and simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole controller against workers that are not real (fake_workers.py), on channels in memory."""
+"""The whole controller against workers that are not real (fake_workers.py), on channels in memory (`simulation/channels/`)."""
 
 import asyncio
 
@@ -11,7 +11,6 @@ from laminar.launch.commands import expected_workers
 from laminar.observability import events as event_types
 from laminar.observability.events import EventBus
 from laminar.protocol import messages
-from laminar.protocol.memory import MemoryNetwork
 from laminar.simulation.channels.network import SimulatedNetwork
 from laminar.simulation.clock.virtual_time import run_in_virtual_time
 from tests.controller import fake_workers as fakes
@@ -21,7 +20,7 @@ class Run:
     """A controller, its fake workers, and every event that there was."""
 
     def __init__(self, config, tmp_path, network=None, **kinds):
-        self.network = network or MemoryNetwork()
+        self.network = network or SimulatedNetwork(through_codec=True)
         self.events = []
         bus = EventBus()
         bus.subscribe(self.events.append)

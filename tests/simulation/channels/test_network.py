@@ -458,7 +458,7 @@ def test_the_log_of_a_storm_is_the_same_in_every_process():
 
 
 @pytest.mark.parametrize("through_codec", [False, True])
-def test_the_controller_runs_on_it_in_virtual_time(tmp_path, monkeypatch, through_codec):
+def test_the_controller_runs_on_it_in_virtual_time(tmp_path, through_codec):
     logs = []
 
     def network():
@@ -469,10 +469,8 @@ def test_the_controller_runs_on_it_in_virtual_time(tmp_path, monkeypatch, throug
             trace=lambda at, route, message: logs[-1].append(f"{at!r} {route} {type(message).__name__}"),
         )
 
-    monkeypatch.setattr(test_controller, "MemoryNetwork", network)
-
     async def main():
-        run = await test_controller.Run(fakes.experiment(), tmp_path).to_the_end()
+        run = await test_controller.Run(fakes.experiment(), tmp_path, network()).to_the_end()
         return [step.step for step in run.of(event_types.StepFinished)], now()
 
     (steps, seconds), again = run(main()), run(main())
