@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any
+from typing import Any, get_args
 
 import laminar
 from laminar.controller.waiting import discard, within
@@ -122,7 +122,7 @@ class WorkerRegistry:
         future = self.expect(name, answer, matches)
         try:
             await self.send(name, message)
-            kinds = getattr(answer, "__name__", None) or str(answer)
+            kinds = " or ".join(kind.__name__ for kind in get_args(answer) or (answer,))
             return await within(limit_s, f"{kinds} from {name}", future)
         finally:
             discard(future)
