@@ -132,6 +132,7 @@ class Line:
         self.socket.connect(connection.address)
         self._codec = Codec()
         kind, _, index = name.rpartition("-")
+        self._kind = kind
         self.send(
             messages.Hello(kind=kind, index=int(index), pid=os.getpid(), host="benchmark", version=laminar.__version__)  # type: ignore[arg-type]
         )
@@ -143,10 +144,16 @@ class Line:
     def received(self) -> Iterator[Any]:
         """What has come by now; raises SystemExit when the controller ends the run."""
         while self.socket.poll(0):
-            message = self._codec.decode(self.socket.recv_multipart(zmq.NOBLOCK))
+            frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            if frames == [b""]:  # the controller's channel has looked whether this peer is connected
+                continue
+            message = self._codec.decode(frames)
             if isinstance(message, messages.Shutdown):
                 raise SystemExit(0)
             if isinstance(message, messages.Welcome):
+                if self._kind == "relay":
+                    joined = messages.RelayJoined(versions=(), address="", world="", world_rank=-1, library="")
+                    self.send(joined)
                 self.send(messages.Ready(detail="modelled"))
             else:
                 yield message
@@ -154,8 +161,17 @@ class Line:
 
 def answer(message: Any) -> Iterator[object]:
     """What relays, trainer ranks and environment workers say to a message."""
-    if isinstance(message, messages.Broadcast):
-        yield messages.WeightsStored(policy_version=message.policy_version, seconds=0.0, nbytes=4, chunks=1)
+    if isinstance(message, messages.Carry):
+        yield messages.WeightsStored(
+            policy_version=message.policy_version,
+            seconds=0.0,
+            nbytes=4,
+            received_bytes=4,
+            chunks=1,
+            damaged=0,
+            latency_s=0.0,
+            bytes_per_s=0.0,
+        )
     elif isinstance(message, messages.PublishWeights):
         yield messages.WeightsPublished(policy_version=message.policy_version, publish_stall_s=0.0, nbytes=4)
     elif isinstance(message, messages.TrainStep):

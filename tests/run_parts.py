@@ -13,7 +13,8 @@ from laminar.controller.checkpoints import Checkpoints
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
-from laminar.controller.relay_manager import Relay
+from laminar.controller.relay import Relay
+from laminar.controller.relay_chain import Numbers, RelayChain
 from laminar.controller.replica import Replica
 from laminar.controller.run_control import RunControl
 from laminar.controller.state_clock import StateClock
@@ -122,13 +123,17 @@ class HandRegistry:
 
 @dataclass(slots=True)
 class HandRelays:
-    relays: list[Relay]
+    relays: dict[int, Relay]
     published_version: int = 3
-    broadcasting: int | None = 3
-    epoch: int = 4
+    broadcasts: int = 4
+    chain: RelayChain | None = field(
+        default_factory=lambda: RelayChain(
+            policy_version=3, numbers=Numbers(), chunk_bytes=4096, encoding="full", deadline=60.0, stall_limit_s=5.0
+        )
+    )
 
-    def chain(self) -> tuple[int, ...]:
-        return (0, 1)
+    def order_of_chain(self) -> tuple[str, ...]:
+        return ("relay-0", "relay-1")
 
 
 @dataclass(slots=True)
@@ -156,7 +161,9 @@ class HandView:
         self.registry = HandRegistry()
         for kind, index, pid in (("trainer", 0, 11), ("relay", 0, 21), ("relay", 1, 22), ("rollout", 0, 31)):
             self.registry.add(kind, index, pid)
-        self.relays = HandRelays(relays=[Relay(rank=0, keep=2, versions=[2, 3]), Relay(rank=1, keep=2, versions=[2])])
+        self.relays = HandRelays(
+            relays={0: Relay(rank=0, keep=2, versions=[2, 3]), 1: Relay(rank=1, keep=2, versions=[2])}
+        )
         self.rollouts = HandRollouts()
         self.trainer = HandTrainer(clock=StateClock("trajectories", self.now))
         self.buffer = ExperienceBuffer(self.events, BufferConfig(), steps=4)

@@ -15,7 +15,7 @@ HEAVY = ("torch", "vllm", "transformers", "mpi4py", "accelerate")
 # package -> the parts of laminar that it may import
 ALLOWED = {
     "algorithms": set(),
-    "config": {"errors"},
+    "config": {"errors", "weights"},
     "controller": {"protocol", "trajectory", "config", "observability", "errors"},
     "data": {"config", "errors"},
     "observability": {"config", "protocol", "trajectory", "errors"},

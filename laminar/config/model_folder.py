@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.errors import UserError
+from laminar.weights.layout import ALIGNMENT
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors format
@@ -29,7 +30,7 @@ class ModelShape:
     attention_heads: int | None
     kv_heads: int | None
     head_dim: int | None
-    parameters: int | None  # without a tied lm_head
+    tensor_sizes: tuple[int, ...] | None  # number of weights in each tensor, without a tied lm_head
 
     def kv_bytes_per_token(self, dtype: str) -> int | None:
         """Bytes that one token takes in the KV cache, over all layers and heads."""
@@ -38,8 +39,10 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
     def weight_bytes(self, dtype: str) -> int | None:
-        """Bytes of one weight version."""
-        return None if self.parameters is None else self.parameters * DTYPE_BYTES[dtype]
+        """Bytes of one weight version, each tensor at the alignment that the weight layout gives it."""
+        if self.tensor_sizes is None:
+            return None
+        return sum(-(-size * DTYPE_BYTES[dtype] // ALIGNMENT) * ALIGNMENT for size in self.tensor_sizes)
 
 
 def read_model_folder(path: Path, key: str) -> ModelShape:
@@ -90,12 +93,12 @@ def _shape(architecture: str, config: Mapping[str, Any], path: Path) -> ModelSha
         attention_heads=heads,
         kv_heads=size("num_key_value_heads") or heads,
         head_dim=size("head_dim") or (hidden // heads if hidden and heads else None),
-        parameters=_parameters(path, tied=sizes.get("tie_word_embeddings", True) is True),
+        tensor_sizes=_tensor_sizes(path, tied=sizes.get("tie_word_embeddings", True) is True),
     )
 
 
-def _parameters(path: Path, *, tied: bool) -> int | None:
-    """Number of weights in the safetensors files; None where there are none, or a damaged one (loading will say so)."""
+def _tensor_sizes(path: Path, *, tied: bool) -> tuple[int, ...] | None:
+    """Number of weights in each tensor of the safetensors files; None where there are none, or a damaged one (loading will say so)."""
     files = sorted(path.glob("*.safetensors"))
     shapes: dict[str, list[int]] = {}
     for file in files:
@@ -108,4 +111,4 @@ def _parameters(path: Path, *, tied: bool) -> int | None:
             return None
     if tied:
         shapes.pop("lm_head.weight", None)
-    return sum(prod(shape) for shape in shapes.values()) if shapes else None
+    return tuple(prod(shape) for shape in shapes.values()) or None

@@ -95,6 +95,9 @@ class RewardConfig(Section):
     """A reward that is not finite, or a reward function that raises: stop the run with the trajectory's id, or drop its group and count it."""
 
 
+Degree = Annotated[int, Field(ge=1, le=64)]
+
+
 class RolloutConfig(Section):
     """The replicas that generate."""
 
@@ -102,8 +105,8 @@ class RolloutConfig(Section):
     """`auto` takes vLLM where it can be imported, else the embedded torch engine, and says which."""
     replicas: Annotated[int, Field(ge=1, le=4096)] = 2
     """Number of rollout replicas."""
-    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """GPUs (or CPU ranks) per replica."""
+    tensor_parallel: Degree | list[Degree] = 1
+    """GPUs (or CPU ranks) per replica: one number for all, or a list of one for each; all divide the largest."""
     max_running: Annotated[int, Field(ge=1)] = 64
     """Trajectories that one replica decodes at once; it takes no more than these."""
     kv_cache_mib: Annotated[int, Field(ge=1)] = 64
@@ -123,18 +126,43 @@ class RolloutConfig(Section):
     on_lost_version: Literal["regenerate", "wait"] = "regenerate"
     """Trajectories of a lost replica whose version no replica serves and no relay holds any more: generate them anew with the newest version, or wait for that version."""
 
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Tensor parallel degree of each replica."""
+        given = self.tensor_parallel
+        return tuple(given) if isinstance(given, list) else (given,) * self.replicas
+
+    def degree(self, index: int) -> int:
+        """Tensor parallel degree of one replica; of the last one for those that are added to a run."""
+        return self.degrees[min(index, len(self.degrees) - 1)]
+
+    @property
+    def largest_degree(self) -> int:
+        """What the trainer lays the weights out for."""
+        return max(self.degrees)
+
 
 class RelayConfig(Section):
     """The processes that carry the weights; one stands for one rollout host."""
 
     count: Annotated[int, Field(ge=1, le=1024)] = 2
-    """Relays in the mpirun world; relay 0 lives on the trainer's host and is the master relay."""
-    chunk_mib: Annotated[float, Field(gt=0)] = 4.0
-    """Size of the chunks that travel down the chain, in MiB."""
+    """Relays of the run; relay 0 lives on the trainer's host, if one does, and is the master relay."""
+    transport: Literal["auto", "tcp"] = "auto"
+    """`auto`: MPI between relays that mpirun has started together, TCP to all others; `tcp`: no MPI at all."""
+    encoding: Literal["delta", "full"] = "delta"
+    """`delta` sends what has changed since a version that the receiver holds, where that is less; `full` sends all."""
+    chunk_mib: Annotated[float, Field(gt=0, le=1024)] | Literal["auto"] = "auto"
+    """Size of the chunks that travel down the chain, in MiB; `auto` computes it from measured latency and bandwidth."""
     keep_versions: Annotated[int, Field(ge=1)] = 2
     """Weight versions that each relay keeps in shared memory."""
+    keep_mib: Annotated[int, Field(ge=1)] | None = None
+    """Bound for what a relay keeps in shared memory, in MiB: fewer versions than `keep_versions` if they are larger."""
+    stall_limit_s: Annotated[float, Field(gt=0)] = 5.0
+    """A relay, or a hop, of which nothing is heard for so long during a broadcast is left out of the chain, in seconds."""
     broadcast_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Longest time that a broadcast may take before it is reported as failed, in seconds."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """How often in a row lost relays are started anew at once; then once in 30 s, or never if none is left."""
 
 
 class OptimizerConfig(Section):

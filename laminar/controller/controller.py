@@ -21,6 +21,7 @@ against modelled workers. Every coroutine belongs to the task group in `run`; if
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -32,7 +33,9 @@ from laminar.controller.environment_manager import EnvironmentManager
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
-from laminar.controller.relay_manager import MASTER, Relay, RelayManager, store_name
+from laminar.controller.relay import MASTER, Relay, store_name
+from laminar.controller.relay_keeper import RelayKeeper
+from laminar.controller.relay_manager import RelayManager
 from laminar.controller.repacker import Repacker
 from laminar.controller.rollout_driver import RolloutDriver
 from laminar.controller.rollout_fleet import Live, RolloutFleet
@@ -41,7 +44,7 @@ from laminar.controller.run_control import RunControl
 from laminar.controller.schedules.make_schedule import make_schedule
 from laminar.controller.step_metrics import StepMetrics
 from laminar.controller.trainer_driver import TrainerDriver
-from laminar.controller.worker_registry import WorkerRegistry
+from laminar.controller.worker_registry import Worker, WorkerRegistry
 from laminar.errors import RunFailed
 from laminar.observability.events import (
     EventBus,
@@ -71,14 +74,17 @@ class Controller:
         run_dir: Path,
         expected_workers: list[str],
         restart: Callable[[str, str], Awaitable[None]],
-        relays_come_back: bool = False,
+        version_bytes: int = 0,
+        closed: Callable[[Worker, str], str] = lambda worker, reason: reason,
     ) -> None:
         """Make it inside the loop that will run it.
 
         Args:
-            restart: starts a lost worker anew, by its name ("rollout-3", "trainer" for all ranks) and the reason;
-                raises WorkerLost if it cannot.
-            relays_come_back: whoever starts the relays brings a lost one back; else losing one ends the run.
+            restart: starts a lost worker anew, by its name ("rollout-3", "trainer" for all ranks, "relays" for
+                all that mpirun has started together) and the reason; raises WorkerLost if it cannot.
+            version_bytes: of one weight version; 0 if that is not known before the trainer has loaded the model.
+            closed: says why a worker's connection has closed, given what the channel says of it; empty if somebody else
+                tells the registry of the loss, and knows better.
         """
         self.config = config
         self.events = events
@@ -88,6 +94,8 @@ class Controller:
         self.started_at = self.now()
         self.history: OrderedDict[str, Trajectory] = OrderedDict()
         self.control = RunControl()
+        self._hop_key = secrets.token_bytes(32)
+        self._version_bytes = version_bytes
         schedule = make_schedule(config)
         limit_s = config.controller.step_timeout_s
         self.registry = WorkerRegistry(
@@ -97,6 +105,7 @@ class Controller:
             welcome=self._welcome,
             heartbeat_s=config.controller.heartbeat_s,
             silence_limit_s=config.controller.silence_limit_s,
+            closed=closed,
         )
         self.environments = EnvironmentManager(
             self.registry, events, config, on_scored=self._on_scored, restart=restart
@@ -110,6 +119,7 @@ class Controller:
             low_water=max(config.trainer.groups_per_step, groups_at_once(config)),
         )
         self.relays = RelayManager(self.registry, events, config)
+        self.relay_keeper = RelayKeeper(self.registry, events, self.relays, config, restart=restart)
         self.fleet = RolloutFleet(self.registry, events, self.relays, self.pool, config, restart=restart)
         self.rollouts = RolloutManager(
             self.registry,
@@ -145,8 +155,6 @@ class Controller:
             rollout_clocks=lambda: {name: replica.clock for name, replica in self.rollouts.replicas.items()},
             gauges=self._gauges,
         )
-        if relays_come_back:
-            self.relays.tolerate_losses()
         self.relays.on_change = self._on_relay
         self.prompts.on_filled = self._on_prompts
         self.control.on_change.append(self.fleet.wake_all)
@@ -171,6 +179,7 @@ class Controller:
                 background = [
                     group.create_task(self.registry.receive_forever(), name="receive messages"),
                     group.create_task(self.registry.heartbeat_forever(), name="heartbeats"),
+                    group.create_task(self.relay_keeper.keep_forever(), name="relay keeper"),
                     *(group.create_task(_service(service), name=service.__qualname__) for service in services),
                 ]
                 await launch()
@@ -226,6 +235,8 @@ class Controller:
             run_dir=str(self.run_dir),
             config=self.config.model_dump_json(),
             store=stores.get(kind, ""),
+            hop_key=self._hop_key,
+            version_bytes=self._version_bytes,
         )
 
     def _on_prompts(self) -> None:

@@ -1,109 +1,120 @@
 """The relay tier as the controller sees it: which relay holds which versions, and the broadcast under way.
 
 Only the newest version matters: one that was superseded before its broadcast began is never sent. Nobody waits for a
-broadcast; when one fails, training and generation go on with the weights that they have. A relay that comes back empty is
-given the newest version by one that holds it.
+broadcast; when one fails, training and generation go on with the weights that they have. A relay that comes, late or
+again, is given the newest version by one that holds it. The trainer is the source of last resort: it sends from the file
+that it has written.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
 
 from laminar.config.schema import ExperimentConfig
-from laminar.controller.waiting import discard, within
+from laminar.controller.chunk_size import MIB, best_chunk_bytes
+from laminar.controller.relay import MASTER, Relay
+from laminar.controller.relay_chain import Node, Numbers, Orders, RelayChain
 from laminar.controller.worker_registry import Worker, WorkerRegistry
 from laminar.errors import RunFailed, WorkerLost
 from laminar.observability.events import EventBus, Notice, WeightsBroadcast
-from laminar.protocol.messages import Broadcast, BroadcastFailed, WeightsStored
+from laminar.protocol.messages import Carry, CarryFailed, CarryProgress, HopFailed, RelayJoined, WeightsStored
 
-ANSWER_MARGIN_S = 5.0
-FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0  # after a failed broadcast; doubles
-MASTER = 0  # rank of the master relay: the one on the trainer's host
-
-
-@dataclass(kw_only=True, slots=True)
-class Relay:
-    """One relay."""
-
-    rank: int
-    keep: int  # versions that it keeps
-    host: str = ""
-    versions: list[int] = field(default_factory=list)  # that it holds complete, oldest first
-    changes: int = 0  # versions that it has stored so far: tells news of it from what is older
-
-    @property
-    def stored_version(self) -> int:
-        """Newest version that it holds; -1 if none."""
-        return self.versions[-1] if self.versions else -1
-
-    def holds(self, version: int) -> bool:
-        """Whether a rollout can still pull this version."""
-        return version in self.versions
-
-    def store(self, version: int) -> None:
-        """It holds one more; the oldest beyond what it keeps are gone."""
-        self.changes += 1
-        if version not in self.versions:
-            self.versions = sorted([*self.versions, version])[-self.keep :]
-
-    def forget(self, version: int) -> None:
-        """It turned out not to hold this version."""
-        self.versions = [held for held in self.versions if held != version]
-
-
-def store_name(rank: int) -> str:
-    """Name of a relay's weight store in shared memory."""
-    return f"relay-{rank}"
+FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0  # after a broadcast that left relays out; doubles
+LOOKS_PER_LIMIT = 4  # at a broadcast under way, within relay.stall_limit_s
+TRAINER = "trainer-0"  # the rank that publishes
 
 
 class RelayManager:
     """Owns the chain: starts broadcasts one after another, and tells who listens when a relay has a version."""
 
     def __init__(self, registry: WorkerRegistry, events: EventBus, config: ExperimentConfig) -> None:
-        self.relays = [Relay(rank=rank, keep=config.relay.keep_versions) for rank in range(config.relay.count)]
+        self.relays = {
+            rank: Relay(rank=rank, keep=config.relay.keep_versions) for rank in range(config.relay.count)
+        }  # by rank; more may come
         self.published_version = -1
-        self.broadcasting: int | None = None
-        self.epoch = 0
+        self.chain: RelayChain | None = None  # of the broadcast under way
+        self.broadcasts = 0
         self.on_change: Callable[[Relay], None] = lambda relay: None  # it holds other versions, has come or gone
         self._registry = registry
         self._events = events
-        self._chunk_bytes = int(config.relay.chunk_mib * (1 << 20))
-        self._timeout_s = config.relay.broadcast_timeout_s
-        self._due = asyncio.Event()
+        self._config = config.relay
+        self._numbers = Numbers()
+        self._due = asyncio.Event()  # there may be something to broadcast
+        self._stirred = asyncio.Event()  # something happened to the broadcast under way
+        self._orders: Orders = []  # to be sent
         self._retry_s = FIRST_RETRY_S
-        self._answers: dict[int, asyncio.Future[WeightsStored | BroadcastFailed]] = {}  # by rank
-        registry.handle(WeightsStored, self._on_answer)
-        registry.handle(BroadcastFailed, self._on_answer)
+        self._trainer_version = -1  # that the trainer can send itself
+        self._nbytes = 0  # of a version
+        for message_type, handler in (
+            (RelayJoined, self._on_joined),
+            (WeightsStored, self._on_stored),
+            (CarryProgress, self._on_progress),
+            (HopFailed, self._on_hop_failed),
+            (CarryFailed, self._on_carry_failed),
+        ):
+            registry.handle(message_type, handler)
         registry.on_ready("relay", self._on_ready)
+
+    # ------------------------------------------------------------ who is there
 
     def present(self) -> list[Relay]:
         """Relays that are there, by rank."""
         workers = self._registry.workers
-        return [r for r in self.relays if (worker := workers.get(f"relay-{r.rank}")) is not None and worker.ready]
+        there = (r for r in self.relays.values() if (worker := workers.get(r.name)) is not None and worker.ready)
+        return sorted(there, key=lambda relay: relay.rank)
 
-    def chain(self) -> tuple[int, ...]:
-        """Ranks in the order in which the weights travel, the master relay first."""
-        return tuple(relay.rank for relay in self.present())
+    def order_of_chain(self) -> tuple[str, ...]:
+        """Names in the order in which the weights travel, or would."""
+        if self.chain is not None:
+            return self.chain.members
+        return tuple(relay.name for relay in self.present())
 
     @property
     def must_publish_again(self) -> bool:
-        """The master relay is there, but no relay holds the newest version any more."""
+        """Relays are there, but neither they nor the trainer hold the newest version any more."""
         version = self.published_version
+        present = self.present()
         return (
-            version >= 0
-            and not any(relay.holds(version) for relay in self.relays)
-            and self.relays[MASTER] in self.present()
+            0 <= version != self._trainer_version
+            and bool(present)
+            and not any(relay.holds(version) for relay in present)
         )
 
+    def relay_for(self, rollout: Worker) -> Relay:
+        """The relay on a rollout's host; several on one host share its rollouts evenly.
+
+        Raises:
+            RunFailed: no relay lives on that host.
+        """
+        here = [relay for relay in self.relays.values() if relay.host == rollout.host]
+        if not here:
+            raise RunFailed(
+                f"no relay runs on {rollout.host}, where {rollout.name} is: start one relay per rollout host "
+                "(relay.count, scripts/launch/relays.sh)"
+            )
+        return here[rollout.index % len(here)]
+
+    # ------------------------------------------------------------ broadcasts
+
     def published(self, version: int) -> None:
-        """The trainer has put a version into the master relay's store."""
-        self.published_version = version
-        if self.relays[MASTER] in self.present():
-            self.relays[MASTER].store(version)
+        """The trainer has put a version into the master relay's store, or its own where no relay shares its host."""
+        self.published_version = self._trainer_version = version
+        master = self.relays[MASTER]
+        trainer = self._registry.workers.get(TRAINER)
+        if trainer is not None and trainer.host == master.host:
+            master.store(version)
+            self.on_change(master)
         self._due.set()
-        self.on_change(self.relays[MASTER])
+
+    def trainer_lost(self) -> None:
+        """The trainer can send nothing any more."""
+        self._trainer_version = -1
+        if self.chain is not None:
+            self._order(self.chain.lost(self._now(), TRAINER, "the trainer was lost"))
+        self._due.set()
 
     async def broadcast_forever(self) -> None:
         """Carry each published version to all relays, and to those that come later.
@@ -115,97 +126,167 @@ class RelayManager:
             self._due.clear()
             version = self.published_version
             present = self.present()
-            holders = [relay for relay in present if relay.holds(version)]
-            missing = [relay for relay in present if not relay.holds(version)]
+            holders = [self._node(relay) for relay in present if relay.holds(version)]
+            missing = [self._node(relay) for relay in present if not relay.holds(version)]
+            if TRAINER in self._registry.workers and version == self._trainer_version:
+                holders.append(Node(name=TRAINER))
             if version >= 0 and holders and missing:
-                await self._broadcast(version, (holders[0], *missing))
+                await self._broadcast(version, holders, missing)
 
-    async def _broadcast(self, version: int, chain: tuple[Relay, ...]) -> None:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        self.epoch += 1
-        self.broadcasting = version
-        message = Broadcast(
+    async def _broadcast(self, version: int, holders: list[Node], missing: list[Node]) -> None:
+        started = self._now()
+        self.broadcasts += 1
+        chain = self.chain = RelayChain(
             policy_version=version,
-            chain=tuple(relay.rank for relay in chain),
-            chunk_bytes=self._chunk_bytes,
-            epoch=self.epoch,
-            deadline_s=self._timeout_s,
+            numbers=self._numbers,
+            chunk_bytes=self._chunk_bytes(1 + len(missing)),
+            encoding=self._config.encoding,
+            deadline=started + self._config.broadcast_timeout_s,
+            stall_limit_s=self._config.stall_limit_s,
         )
-        outcomes = await asyncio.gather(*(self._one(relay, message) for relay in chain))
-        self.broadcasting = None
-        errors = [outcome for outcome in outcomes if isinstance(outcome, str)]
-        nbytes = max((outcome.nbytes for outcome in outcomes if isinstance(outcome, WeightsStored)), default=0)
+        self._order(chain.start(started, holders, missing))
+        try:
+            await self._until_done(chain)
+        finally:
+            self.chain = None
+        self._report(chain, self._now() - started)
+
+    async def _until_done(self, chain: RelayChain) -> None:
+        """Send the chain's orders, and look after it, until all have the version or the time is up."""
+        interval = self._config.stall_limit_s / LOOKS_PER_LIMIT
+        while True:
+            while self._orders:
+                name, order = self._orders.pop(0)
+                await self._send(chain, name, order)
+            if chain.done:
+                return
+            if self._now() >= chain.deadline:
+                for name in chain.waiting_for():
+                    chain.left_out[name] = (
+                        f"not within {self._config.broadcast_timeout_s:g} s (relay.broadcast_timeout_s)"
+                    )
+                return
+            self._stirred.clear()
+            try:
+                async with asyncio.timeout_at(min(self._now() + interval, chain.deadline)):
+                    await self._stirred.wait()
+            except TimeoutError:
+                self._order(chain.look(self._now()))
+
+    async def _send(self, chain: RelayChain, name: str, order: Carry) -> None:
+        try:
+            await self._registry.send(name, order)
+        except WorkerLost as error:  # the registry tells of the loss too; this may be earlier
+            self._order(chain.lost(self._now(), name, str(error)))
+
+    def _report(self, chain: RelayChain, seconds: float) -> None:
+        complete = not chain.left_out and not chain.no_source
+        errors = [f"{name}: {reason}" for name, reason in chain.left_out.items()]
+        if chain.no_source:
+            errors.append("nobody holds it any more")
         if errors:
-            text = f"broadcast of version {version} failed: {'; '.join(errors)}; going on with the weights at hand"
+            text = f"version {chain.policy_version} is not everywhere: {'; '.join(errors)}; going on without"
             self._events.emit(Notice(level="warning", text=text))
-            loop.call_later(self._retry_s, self._due.set)
-        self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S) if errors else FIRST_RETRY_S
+            asyncio.get_running_loop().call_later(self._retry_s, self._due.set)
+        self._retry_s = FIRST_RETRY_S if complete else min(2 * self._retry_s, LONGEST_RETRY_S)
+        answers = [answer for answer in chain.answers.values() if answer.received_bytes]
+        self._nbytes = max((answer.nbytes for answer in answers), default=self._nbytes)
         self._events.emit(
             WeightsBroadcast(
-                policy_version=version, seconds=loop.time() - started, nbytes=nbytes, error="; ".join(errors)
+                policy_version=chain.policy_version,
+                seconds=seconds,
+                nbytes=self._nbytes,
+                received_bytes=max((answer.received_bytes for answer in answers), default=0),
+                relays=len(chain.answers),
+                damaged=sum(answer.damaged for answer in answers),
+                repairs=chain.repairs,
+                error="; ".join(errors),
             )
         )
 
-    async def _one(self, relay: Relay, message: Broadcast) -> WeightsStored | str:
-        """One relay's answer, or why there is none."""
-        name = f"relay-{relay.rank}"
-        answer = self._answers[relay.rank] = asyncio.get_running_loop().create_future()
-        try:
-            await self._registry.send(name, message)
-            # The relay gives up by itself at the deadline; the margin is for its answer.
-            outcome = await within(
-                message.deadline_s + ANSWER_MARGIN_S, f"{name} to store version {message.policy_version}", answer
-            )
-        except (RunFailed, WorkerLost) as error:
-            return str(error)
-        finally:
-            del self._answers[relay.rank]
-            discard(answer)
-        return outcome if isinstance(outcome, WeightsStored) else f"{name}: {outcome.error}"
+    def _chunk_bytes(self, relays: int) -> int:
+        if self._config.chunk_mib != "auto":
+            return int(self._config.chunk_mib * MIB)
+        last = [relay.last for relay in self.relays.values() if relay.last is not None and relay.last.bytes_per_s > 0]
+        if not last:
+            return best_chunk_bytes(0, relays, 0.0, 0.0)
+        return best_chunk_bytes(
+            self._nbytes,
+            relays,
+            median(answer.latency_s for answer in last),
+            median(answer.bytes_per_s for answer in last),
+        )
 
-    def tolerate_losses(self) -> None:
-        """A lost relay is left out of the chain instead of ending the run: whoever started it brings it back."""
-        self._registry.on_lost("relay", self._on_lost)
+    def _node(self, relay: Relay) -> Node:
+        return Node(name=relay.name, address=relay.address, world=relay.world, world_rank=relay.world_rank)
+
+    def _order(self, orders: Orders) -> None:
+        self._orders += orders
+        self._stirred.set()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    # ------------------------------------------------------------ what relays say
+
+    def _on_joined(self, worker: Worker, message: RelayJoined) -> None:
+        relay = self.relays.setdefault(worker.index, Relay(rank=worker.index, keep=self._config.keep_versions))
+        relay.host = worker.host
+        relay.joined(message)
 
     def _on_ready(self, worker: Worker) -> None:
-        """It starts with an empty store; the newest version, if there is one already, is brought to it."""
-        self.relays[worker.index].host = worker.host
+        """It can be part of the chain: of the one under way, or of the next."""
+        relay = self.relays[worker.index]
+        if self.chain is not None:
+            holds = relay.holds(self.chain.policy_version)
+            self._order(self.chain.add(self._now(), self._node(relay), holds=holds))
         self._due.set()
+        self.on_change(relay)
+
+    def lost(self, worker: Worker, reason: str) -> None:
+        """A relay is gone: the chain goes on without it. What its store holds can still be pulled on its host."""
+        text = f"{worker.name} was lost: {reason}; the chain goes on without it"
+        self._events.emit(Notice(level="warning", text=text))
+        if self.chain is not None:
+            self._order(self.chain.lost(self._now(), worker.name, "it was lost"))
         self.on_change(self.relays[worker.index])
 
-    def _on_lost(self, worker: Worker, reason: str) -> None:
-        self.relays[worker.index].versions = []
-        self._events.emit(
-            Notice(level="warning", text=f"{worker.name} was lost: {reason}; the chain goes on without it")
-        )
-        answer = self._answers.get(worker.index)
-        if answer is not None and not answer.done():
-            answer.set_exception(WorkerLost(f"{worker.name} was lost: {reason}"))
-        self.on_change(self.relays[worker.index])
+    def _on_stored(self, worker: Worker, message: WeightsStored) -> None:
+        relay = self.relays.get(worker.index) if worker.kind == "relay" else None
+        if relay is not None:
+            if message.received_bytes:
+                relay.last = message
+            if not relay.holds(message.policy_version):
+                relay.store(message.policy_version)
+                self.on_change(relay)
+        if chain := self._chain_of(message):
+            chain.stored(self._now(), worker.name, message)
+            self._stirred.set()
 
-    def _on_answer(self, worker: Worker, message: WeightsStored | BroadcastFailed) -> None:
-        """A relay may send two answers for one version: it has stored it, and then could not forward it."""
-        if isinstance(message, WeightsStored) and not self.relays[worker.index].holds(message.policy_version):
-            self.relays[worker.index].store(message.policy_version)
-            self.on_change(self.relays[worker.index])
-        waiting = self._answers.get(worker.index)
-        if waiting is not None and not waiting.done() and message.policy_version == self.broadcasting:
-            waiting.set_result(message)
-        elif isinstance(message, BroadcastFailed):
-            text = f"{worker.name}, version {message.policy_version}: {message.error}"
-            self._events.emit(Notice(level="warning", text=text))
+    def _on_progress(self, worker: Worker, message: CarryProgress) -> None:
+        if chain := self._chain_of(message):
+            chain.progress(self._now(), worker.name, message)
 
-    def relay_for(self, rollout: Worker) -> Relay:
-        """The relay on a rollout's host; several on one host share its rollouts evenly.
+    def _on_hop_failed(self, worker: Worker, message: HopFailed) -> None:
+        text = f"{worker.name} has lost its hop to {message.peer}: {message.error}"
+        self._events.emit(Notice(level="warning", text=text))
+        if chain := self._chain_of(message):
+            self._order(chain.hop_failed(self._now(), message))
 
-        Raises:
-            RunFailed: no relay lives on that host.
-        """
-        here = [relay for relay in self.relays if relay.host == rollout.host]
-        if not here:
-            raise RunFailed(
-                f"no relay runs on {rollout.host}, where {rollout.name} is: start one relay per rollout host "
-                "(relay.count, scripts/launch/relays.sh)"
-            )
-        return here[rollout.index % len(here)]
+    def _on_carry_failed(self, worker: Worker, message: CarryFailed) -> None:
+        text = f"{worker.name} cannot carry version {message.policy_version}: {message.error}"
+        self._events.emit(Notice(level="warning", text=text))
+        chain = self._chain_of(message)
+        if chain is None or not chain.obeys(worker.name, message.order):
+            return
+        if chain.holds(worker.name):
+            if worker.kind == "relay":
+                self.relays[worker.index].forget(message.policy_version)
+            else:
+                self._trainer_version = -1
+                self.on_change(self.relays[MASTER])
+        self._order(chain.carry_failed(self._now(), worker.name, message))
+
+    def _chain_of(self, message: Any) -> RelayChain | None:
+        """The chain under way, if it is this version's."""
+        return self.chain if self.chain is not None and self.chain.policy_version == message.policy_version else None

@@ -105,24 +105,38 @@ def relays(view: RunView) -> Answer:
     """The chain."""
     manager = view.relays
     rows: list[dict[str, Cell]] = []
-    for place, rank in enumerate(manager.chain()):
-        worker = view.registry.workers.get(f"relay-{rank}")
-        stored = manager.relays[rank].stored_version
+    order = manager.order_of_chain()
+    for relay in sorted(manager.relays.values(), key=lambda relay: relay.rank):
+        worker = view.registry.workers.get(relay.name)
+        there = worker is not None and worker.ready
+        place = order.index(relay.name) if relay.name in order else None
+        last = relay.last
         rows.append(
             {
-                "relay": f"relay-{rank}",
-                "role": "master" if place == 0 else f"hop {place}",
-                "version": stored,
-                "behind": max(0, manager.published_version - stored),
+                "relay": relay.name,
+                "role": "gone"
+                if not there
+                else "waits"
+                if place is None
+                else "master"
+                if place == 0
+                else f"hop {place}",
+                "way": "mpi" if relay.world else "tcp",
+                "version": relay.stored_version,
+                "behind": max(0, manager.published_version - relay.stored_version),
+                "received": percent(last.received_bytes / last.nbytes) if last is not None and last.nbytes else None,
+                "damaged chunks": last.damaged if last is not None else None,
                 "host": worker.host if worker else None,
                 "process": worker.pid if worker else None,
             }
         )
-    under_way = "none" if manager.broadcasting is None else f"version {manager.broadcasting}"
-    head = (
-        f"published version {manager.published_version}, broadcast under way: {under_way}, broadcasts: {manager.epoch}"
-    )
-    data = {"published_version": manager.published_version, "broadcasting": manager.broadcasting, "relays": rows}
+    under_way = "none" if manager.chain is None else f"version {manager.chain.policy_version}"
+    head = f"published version {manager.published_version}, broadcast under way: {under_way}, broadcasts: {manager.broadcasts}"
+    data = {
+        "published_version": manager.published_version,
+        "broadcasting": None if manager.chain is None else manager.chain.policy_version,
+        "relays": rows,
+    }
     return Answer(text=f"{head}\n\n{rows_as_text(rows)}", data=data)
 
 

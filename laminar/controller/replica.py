@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from laminar.controller.relay_manager import Relay
+from laminar.controller.relay import Relay
 from laminar.controller.state_clock import StateClock
 from laminar.protocol.messages import RolloutLoad
 from laminar.trajectory import Trajectory

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 
-from laminar.controller.relay_manager import store_name
+from laminar.controller.relay import store_name
 from laminar.controller.replica import Replica
 from laminar.controller.rollout_manager import RolloutManager
 from laminar.controller.worker_registry import WorkerRegistry

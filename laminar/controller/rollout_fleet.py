@@ -13,7 +13,8 @@ from typing import Any
 
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.partial_response_pool import PartialResponsePool
-from laminar.controller.relay_manager import Relay, RelayManager
+from laminar.controller.relay import Relay
+from laminar.controller.relay_manager import RelayManager
 from laminar.controller.replica import Replica
 from laminar.controller.state_clock import StateClock
 from laminar.controller.worker_registry import Worker, WorkerRegistry

@@ -13,7 +13,8 @@ from laminar.config.schema import ExperimentConfig
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
-from laminar.controller.relay_manager import Relay, RelayManager
+from laminar.controller.relay import Relay
+from laminar.controller.relay_manager import RelayManager
 from laminar.controller.replica import Replica
 from laminar.controller.rollout_fleet import RolloutFleet
 from laminar.controller.run_control import RunControl

@@ -52,6 +52,7 @@ class StepMetrics:
         self._kv: list[float] = []
         self._publish_stall_s = 0.0
         self._broadcasts: list[float] = []
+        self._broadcast_bytes: list[float] = []
         self._pulls: list[float] = []
         self._dropped = 0
         self._rejected = 0
@@ -76,6 +77,7 @@ class StepMetrics:
             self._publish_stall_s = event.publish_stall_s
         elif isinstance(event, WeightsBroadcast):
             self._broadcasts.append(event.seconds)
+            self._broadcast_bytes.append(float(event.received_bytes))
         else:
             self._pulls.append(event.seconds)
 
@@ -113,6 +115,7 @@ class StepMetrics:
             "staleness_max": int(max(staleness)),
             "publish_stall_s": self._publish_stall_s,
             "broadcast_s": _mean(self._broadcasts),
+            "broadcast_bytes": _mean(self._broadcast_bytes),
             "pull_s_mean": _mean(self._pulls),
             "pulls": len(self._pulls),
             "generated_tokens_per_s": self._generated / interval,
@@ -137,7 +140,7 @@ class StepMetrics:
             line.setdefault(name, value)
         self._last, self._trainer_before, self._rollouts_before = now, trainer, rollouts
         self._generated = 0
-        self._kv, self._broadcasts, self._pulls = [], [], []
+        self._kv, self._broadcasts, self._broadcast_bytes, self._pulls = [], [], [], []
         self._events.emit(MetricsReported(line=line))
 
 

@@ -295,6 +295,8 @@ class TrainerDriver:
         Raises:
             WorkerLost: there are no checkpoints to go back to, or the run has not begun.
         """
+        if worker.name == LEADER:
+            self._relays.trainer_lost()
         text = f"{worker.name} was lost: {reason}"
         if not self._can_start_anew():
             raise WorkerLost(text)

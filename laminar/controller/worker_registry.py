@@ -18,7 +18,7 @@ import laminar
 from laminar.controller.waiting import discard, within
 from laminar.errors import RunFailed, UserError, WorkerLost
 from laminar.observability.events import EventBus, Notice, WorkerJoined, WorkerProgress, WorkerReady
-from laminar.protocol.channel import ControllerChannel, PeerGone
+from laminar.protocol.channel import ControllerChannel, PeerClosed, PeerGone
 from laminar.protocol.codec import CodecError
 from laminar.protocol.messages import Heartbeat, Hello, Progress, Ready, Shutdown, Welcome, WorkerFailed, WorkerKind
 
@@ -68,6 +68,7 @@ class WorkerRegistry:
         welcome: Callable[[WorkerKind, int], Welcome],
         heartbeat_s: float,
         silence_limit_s: float,
+        closed: Callable[[Worker, str], str] = lambda worker, reason: reason,
     ) -> None:
         self.workers: dict[str, Worker] = {}
         self.strangers = 0  # messages from peers that are not workers of this run
@@ -77,6 +78,7 @@ class WorkerRegistry:
         self._welcome = welcome
         self._heartbeat_s = heartbeat_s
         self._silence_limit_s = silence_limit_s
+        self._closed = closed
         self._by_peer: dict[bytes, Worker] = {}
         self._handlers: dict[type, Handler] = {}
         self._awaited: dict[str, list[_Awaited]] = {}  # by worker
@@ -239,6 +241,10 @@ class WorkerRegistry:
                 await self._admit(peer, message)
                 continue
             worker = self._by_peer.get(peer)
+            if isinstance(message, PeerClosed):
+                if worker is not None and (reason := self._closed(worker, message.reason)):
+                    self.lost(worker.name, reason)
+                continue
             if worker is None:
                 await self._turn_away(peer)
                 continue
@@ -303,7 +309,9 @@ class WorkerRegistry:
             return  # said twice
         if hello.version != laminar.__version__:
             refusal = f"it runs laminar {hello.version}, the controller {laminar.__version__}"
-        elif name not in self._expected:
+        elif (
+            name not in self._expected and hello.kind != "relay"
+        ):  # a host with a relay of its own may come at any time
             refusal = f"the config of this run has no {name}"
         elif name in self.workers and self.workers[name].peer != peer:
             refusal = f"{name} is here already (process {self.workers[name].pid} on {self.workers[name].host})"

@@ -13,6 +13,8 @@ from laminar.config.schema import ExperimentConfig
 from laminar.protocol.connection import LOG_DIR_VARIABLE, RUN_ID_VARIABLE
 from laminar.weights import run_memory
 
+MPIRUN = "mpirun"  # name of the command that keeps the relays' world together
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Command:
@@ -36,17 +38,10 @@ def expected_workers(config: ExperimentConfig) -> list[str]:
 
 def local_commands(config: ExperimentConfig, run_dir: Path, run_id: str) -> list[Command]:
     """Commands of the parts whose `launch` option is `local`."""
-    commands = []
-    common = {
-        RUN_ID_VARIABLE: run_id,
-        LOG_DIR_VARIABLE: str(run_dir / "logs"),
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
-    }
+    commands: list[Command] = []
+    common = common_environment(run_dir, run_id)
     if config.launch.relays == "local":
-        commands.append(_relays(config, run_dir, common, mpi_directory(run_id)))
+        commands += _relays(config, run_dir, common, mpi_directory(run_id))
     if config.launch.trainer == "local":
         commands.append(_trainer(config, run_dir, common))
     if config.launch.rollouts == "local":
@@ -54,6 +49,18 @@ def local_commands(config: ExperimentConfig, run_dir: Path, run_id: str) -> list
     if config.launch.environments == "local":
         commands += [environment_command(run_dir, common, index) for index in range(config.reward.workers)]
     return commands
+
+
+def common_environment(run_dir: Path, run_id: str) -> dict[str, str]:
+    """What every process of a run finds in its environment."""
+    return {
+        RUN_ID_VARIABLE: run_id,
+        LOG_DIR_VARIABLE: str(run_dir / "logs"),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
+    }
 
 
 def mpi_directory(run_id: str) -> Path:
@@ -68,13 +75,30 @@ def mpirun(directory: Path, ranks: int) -> list[str]:
     return [str(find_mpirun() or "mpirun"), *flags, "-n", str(ranks)]
 
 
-def _relays(config: ExperimentConfig, run_dir: Path, common: dict[str, str], directory: Path) -> Command:
+def _relays(config: ExperimentConfig, run_dir: Path, common: dict[str, str], directory: Path) -> list[Command]:
+    """One mpirun for all, or, without MPI, a process each."""
+    if config.relay.transport == "tcp":
+        return [relay_command(run_dir, common, rank) for rank in range(config.relay.count)]
     relay = (sys.executable, "-m", "laminar.workers.relay.main", "--connect", str(run_dir))
-    return Command(
-        name="mpirun",
+    world = Command(
+        name=MPIRUN,
         argv=(*mpirun(directory, config.relay.count), *relay),
         environment=common,
         workers=tuple(f"relay-{rank}" for rank in range(config.relay.count)),
+    )
+    return [world]
+
+
+def relay_command(run_dir: Path, common: dict[str, str], rank: int) -> Command:
+    """Command of one relay outside of any mpirun world: it is reached by TCP."""
+    return Command(
+        name=f"relay-{rank}",
+        argv=(
+            *(sys.executable, "-m", "laminar.workers.relay.main"),
+            *("--connect", str(run_dir), "--index", str(rank)),
+        ),
+        environment=common,
+        workers=(f"relay-{rank}",),
     )
 
 
@@ -92,8 +116,9 @@ def _trainer(config: ExperimentConfig, run_dir: Path, common: dict[str, str]) ->
 
 
 def _rollout(config: ExperimentConfig, run_dir: Path, common: dict[str, str], index: int) -> Command:
-    degree = config.rollout.tensor_parallel
-    first = (config.trainer.ranks if config.launch.trainer == "local" else 0) + index * degree
+    degree = config.rollout.degree(index)
+    before = sum(config.rollout.degree(other) for other in range(index))
+    first = (config.trainer.ranks if config.launch.trainer == "local" else 0) + before
     return Command(
         name=f"rollout-{index}",
         argv=(

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +56,10 @@ class LocalLauncher:
         self._running[command.name] = _Running(command=command, process=process, watch=watch)
         return process.pid
 
+    def owns(self, pid: int) -> bool:
+        """Whether this process was started here, so that `on_exit` will tell of its end."""
+        return any(running.process.pid == pid for running in self._running.values())
+
     def kill(self, name: str) -> None:
         """SIGKILL a process and its group, without a report to `on_exit`."""
         running = self._running.pop(name, None)
@@ -94,10 +98,10 @@ class LocalLauncher:
                     os.kill(pid, signal.SIGKILL)
         return forced
 
-    def log_tail(self, command: Command) -> str:
-        """Last lines of the logs of a process and its workers: what a person needs when it has died."""
+    def log_tail(self, names: Iterable[str]) -> str:
+        """Last lines of the logs of processes: what a person needs when they have died."""
         parts = []
-        for name in dict.fromkeys((command.name, *command.workers)):
+        for name in dict.fromkeys(names):
             path = self._log_dir / f"{name}.log"
             with contextlib.suppress(OSError):
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]

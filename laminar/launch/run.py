@@ -8,16 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shutil
 import signal
 from pathlib import Path
 
 from laminar.config.schema import ExperimentConfig
+from laminar.config.store_room import version_bytes
 from laminar.controller.controller import Controller
+from laminar.controller.relay_keeper import TIER
 from laminar.controller.repl_server import ReplServer
+from laminar.controller.worker_registry import Worker
 from laminar.errors import WorkerLost
-from laminar.launch.commands import Command, expected_workers, local_commands, mpi_directory
+from laminar.launch.commands import (
+    MPIRUN,
+    Command,
+    common_environment,
+    expected_workers,
+    local_commands,
+    mpi_directory,
+    relay_command,
+)
 from laminar.launch.local import LocalLauncher
-from laminar.observability.events import EventBus, Notice, ProcessStarted
+from laminar.observability.events import EventBus, Notice, ProcessStarted, WorkerJoined
 from laminar.observability.terminal import Terminal
 from laminar.protocol.connection import CONNECTION_FILE, Connection, CurveKeys
 from laminar.protocol.zeromq import ZmqControllerChannel
@@ -40,6 +52,8 @@ class LocalRun:
         self._run_id = f"{config.name[:60]}-{secrets.token_hex(4)}"
         self._events = events
         self._commands: dict[str, Command] = {}
+        self._said_hello: dict[str, None] = {}  # workers, since they were last started
+        events.subscribe(lambda event: self._said_hello.update({event.worker: None}), WorkerJoined)
         self._ending = False
         self._hurry = asyncio.Event()  # the person asked twice: wait for nothing
 
@@ -75,6 +89,8 @@ class LocalRun:
                 run_dir=self._run_dir,
                 expected_workers=expected_workers(self._config),
                 restart=self._restart,
+                version_bytes=version_bytes(self._config),
+                closed=self._closed,
             )
             await self._run_controller()
             return self._outcome()
@@ -117,6 +133,8 @@ class LocalRun:
             await self._start(command)
 
     async def _start(self, command: Command) -> None:
+        for name in command.workers:
+            self._said_hello.pop(name, None)
         pid = await self._launcher.start(command)
         self._events.emit(ProcessStarted(name=command.name, pid=pid, command=" ".join(command.argv)))
 
@@ -141,18 +159,42 @@ class LocalRun:
         if self._ending:
             return
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        tail = self._launcher.log_tail(command)
-        reason = f"its process ended ({how})" + (f"\n{tail}" if tail else "")
+        reason = self._with_log(f"its process ended ({how})", command.name, *command.workers)
         registry = self._controller.registry
         if not any(registry.expects(name) for name in command.workers):
             return  # the run goes on without it
-        if not any(name in registry.workers for name in command.workers):  # before it said hello
+        if not any(name in self._said_hello for name in command.workers):
             registry.did_not_come(command.workers[0], reason)
         for name in command.workers:
             registry.lost(name, reason)
+        if command.name == MPIRUN:
+            self._controller.relay_keeper.tier_lost(reason)
+
+    def _closed(self, worker: Worker, reason: str) -> str:
+        """Why a worker's connection has closed; empty for a process started here, of whose end `_on_exit` tells."""
+        return "" if self._launcher.owns(worker.pid) else self._with_log(reason, worker.name)
+
+    def _with_log(self, reason: str, *names: str) -> str:
+        tail = self._launcher.log_tail(names)
+        return reason + (f"\n{tail}" if tail else "")
+
+    def _end_relays(self) -> None:
+        """Before all relays are started together again: none is left, nor what their Open MPI kept."""
+        for rank in range(self._config.relay.count):
+            self._launcher.kill(f"relay-{rank}")
+            self._controller.registry.lost(f"relay-{rank}", "all relays are started anew together")
+        directory = mpi_directory(self._run_id)
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(mode=0o700)
 
     async def _restart(self, name: str, reason: str) -> None:
         """Start a lost worker anew. Raises WorkerLost if it was started by hand."""
+        if name == TIER:
+            self._end_relays()
+            name = MPIRUN
+        elif name.startswith("relay-") and self._config.launch.relays == "local":
+            environment = common_environment(self._run_dir, self._run_id)
+            self._commands[name] = relay_command(self._run_dir, environment, int(name.removeprefix("relay-")))
         command = self._commands.get({"trainer": "torchrun"}.get(name, name))
         if command is None:
             raise WorkerLost(f"{name} was lost: {reason}. It was started by hand, so it is not restarted")

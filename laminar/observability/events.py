@@ -200,11 +200,15 @@ class WeightsPublished:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WeightsBroadcast:
-    """Every relay of the chain holds the version; or the broadcast failed and `error` says why."""
+    """A broadcast is over; `error` says which relays it has not reached, and why."""
 
     policy_version: int
     seconds: float
-    nbytes: int
+    nbytes: int  # size of the version
+    received_bytes: int  # that travelled over one hop for it
+    relays: int  # that got it
+    damaged: int  # chunks that came damaged and were asked for again
+    repairs: int  # times that the chain was mended under way
     error: str
 
 

@@ -54,6 +54,8 @@ class RunSummary:
         self._stalls: list[float] = []
         self._broadcasts: list[float] = []
         self._failed_broadcasts = 0
+        self._wire_shares: list[float] = []  # bytes on the wire over bytes of a version
+        self._repairs = 0
         self._pulls: list[float] = []
         self._nbytes = 0
         events.subscribe(self._on_metrics, MetricsReported)
@@ -97,6 +99,9 @@ class RunSummary:
             self._failed_broadcasts += 1
         else:
             self._broadcasts.append(event.seconds)
+            self._repairs += event.repairs
+            if event.nbytes:
+                self._wire_shares.append(event.received_bytes / event.nbytes)
 
     def _on_other(self, event: PromptRejected | GroupDropped | CheckpointFinished) -> None:
         if isinstance(event, PromptRejected):
@@ -116,7 +121,11 @@ class RunSummary:
             rows.append(("publish stall", f"{_mean_and_max(self._stalls)}, {data_size(self._nbytes)} each"))
         if self._broadcasts or self._failed_broadcasts:
             failed = f", {self._failed_broadcasts} failed" if self._failed_broadcasts else ""
-            rows.append(("broadcast", f"{_mean_and_max(self._broadcasts)}{failed}"))
+            repairs = f", chain mended {self._repairs} times" if self._repairs else ""
+            rows.append(("broadcast", f"{_mean_and_max(self._broadcasts)}{failed}{repairs}"))
+        if self._wire_shares:
+            mean = sum(self._wire_shares) / len(self._wire_shares)
+            rows.append(("on the wire", f"{percent(mean)} of the weights' bytes"))
         if self._pulls:
             rows.append(("pull", f"{_mean_and_max(self._pulls)}, {len(self._pulls)} pulls"))
         rows.append(("rejected prompts", str(self.rejected_prompts)))

@@ -21,7 +21,7 @@ class Hello:
     """First message of a worker: who it is. The controller answers with `Welcome` or `Shutdown`."""
 
     kind: WorkerKind
-    index: int  # replica index, relay's MPI rank, trainer rank, environment worker index
+    index: int  # replica index, relay index, trainer rank, environment worker index
     pid: int
     host: str
     version: str  # laminar's version; must equal the controller's
@@ -68,6 +68,8 @@ class Welcome:
     run_dir: str
     config: str  # the resolved ExperimentConfig as JSON
     store: str  # weight store in shared memory that this worker writes (trainer: the master relay's; relay: its own)
+    hop_key: bytes  # secret of the run; whoever opens a TCP hop shows that it knows it
+    version_bytes: int  # of one weight version, 0 if it is not known yet
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -165,18 +167,56 @@ class PullFailed:
     error: str
 
 
-# ---------------------------------------------------------------- controller -> relay, and back
+# ---------------------------------------------------------------- controller -> relay, and back (or the trainer's rank 0)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Broadcast:
-    """Carry a version down the chain; sent to every relay of the chain. The first holds it already."""
+class RelayJoined:
+    """What a relay has and how it can be reached; sent before `Ready`."""
+
+    versions: tuple[int, ...]  # that its store holds, oldest first: it may have lived before
+    address: str  # host:port where it takes TCP hops
+    world: str  # names the mpirun world that it belongs to; empty outside of one
+    world_rank: int  # in that world; -1 outside of one
+    library: str  # MPI library and version; empty outside of a world
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HopOrder:
+    """One neighbour in the chain, and the way to it."""
+
+    peer: str  # "relay-2", "trainer-0"
+    epoch: int  # of this hop: unique in the run, the same at both ends
+    world_rank: int  # the neighbour's, when the hop goes by MPI; -1: by TCP
+    address: str  # where the downstream neighbour takes TCP hops; empty at its own end
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Carry:
+    """These are your neighbours for this version.
+
+    A later order for the same version replaces the neighbours: a hop whose epoch stays goes on, others are given up. An
+    order for another version gives the whole transfer up.
+    """
 
     policy_version: int
-    chain: tuple[int, ...]  # MPI ranks, the master relay first
+    order: int  # grows with every order of the run: one that comes late is not obeyed
+    upstream: HopOrder | None  # None: it holds the version
+    downstream: HopOrder | None  # None: the end of the chain
     chunk_bytes: int
-    epoch: int  # grows with every broadcast; older transfers are ignored
-    deadline_s: float
+    encoding: Literal["full", "delta"]
+    limit_s: float  # from now on
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CarryProgress:
+    """How far a transfer is; sent a few times a second as long as it lasts, so that silence tells a stalled relay."""
+
+    policy_version: int
+    order: int
+    received: int  # chunks that are here and checked
+    sent: int  # chunks handed to the downstream neighbour
+    chunks: int  # of the version; 0 while unknown
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -184,16 +224,31 @@ class WeightsStored:
     """The relay holds the complete, checked version."""
 
     policy_version: int
-    seconds: float  # from the relay's start of the broadcast to its commit
-    nbytes: int
+    seconds: float  # from its first order for the version to its commit; 0 where it was there already
+    nbytes: int  # size of the version
+    received_bytes: int  # that came over the wire for it
     chunks: int
+    damaged: int  # chunks that came damaged and were asked for again
+    latency_s: float  # of the hop: half a round trip of a small frame; 0 where nothing was received
+    bytes_per_s: float  # of the hop while chunks kept coming; 0 where nothing was received
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class BroadcastFailed:
-    """The relay gave the broadcast up."""
+class HopFailed:
+    """A neighbour, or the way to it, is lost; the relay keeps what it has and waits for another order."""
 
     policy_version: int
+    epoch: int
+    peer: str
+    error: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CarryFailed:
+    """The relay cannot do its part (no memory, it does not hold the version, its limit has passed) and has given it up."""
+
+    policy_version: int
+    order: int
     error: str
 
 
@@ -355,9 +410,12 @@ MESSAGE_TYPES: tuple[type, ...] = (
     TrajectoryDeltas,
     WeightsPulled,
     PullFailed,
-    Broadcast,
+    RelayJoined,
+    Carry,
+    CarryProgress,
     WeightsStored,
-    BroadcastFailed,
+    HopFailed,
+    CarryFailed,
     PublishWeights,
     TrainStep,
     StepTrained,

@@ -2,7 +2,7 @@
 
 Each socket belongs to the event loop that made it. A peer that does not know the run's worker key is refused during the
 handshake and never reaches the controller's code. Invariant: a backlog of messages does not keep the loop from its other
-coroutines.
+coroutines; a peer's last words are received before the notice that its connection closed.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from laminar.errors import UserError
-from laminar.protocol.channel import PeerGone
+from laminar.protocol.channel import PeerClosed, PeerGone
 from laminar.protocol.codec import Codec
 from laminar.protocol.connection import Connection, CurveKeys
+from laminar.protocol.peer_watch import PeerWatch
 
 MAX_MESSAGE_BYTES = 1 << 30  # per frame; larger ones end the connection
 LINGER_MS = 1000
 LONGEST_TURN_S = 0.002  # for which a receiver of many messages holds the loop
+LONGEST_NOTICE_S = 1.0  # for which an interruption waits until nothing is left to receive
 
 
 class _LoopSocket:
@@ -47,18 +49,25 @@ class _LoopSocket:
         self._loop = asyncio.get_running_loop()
         self._arrival: asyncio.Future[None] | None = None  # that the receiver waits for
         self._turn_began = time.perf_counter()
+        self._interrupted: float | None = None  # when; by time.perf_counter
         self._descriptor = self.socket.fileno()
         self._loop.add_reader(self._descriptor, self._look)
 
-    async def receive(self) -> list[bytes]:
-        """Frames of the next message. One receiver at a time."""
+    async def first_frame(self) -> bytes:
+        """First frame of the next message, whose others `rest` takes at once; b"" after `interrupt`. One receiver at a time."""
         if time.perf_counter() - self._turn_began > LONGEST_TURN_S:
             await asyncio.sleep(0)
             self._turn_began = time.perf_counter()
+            if self._interrupted is not None and self._turn_began - self._interrupted > LONGEST_NOTICE_S:
+                self._interrupted = None
+                return b""
         while True:
             try:
-                return self.socket.recv_multipart(zmq.NOBLOCK)
+                return self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
+                if self._interrupted is not None:
+                    self._interrupted = None
+                    return b""
                 self._arrival = self._loop.create_future()
                 try:
                     await self._arrival
@@ -66,11 +75,33 @@ class _LoopSocket:
                     self._arrival = None
                 self._turn_began = time.perf_counter()
 
+    @overload
+    def rest(self) -> list[bytes]: ...
+
+    @overload
+    def rest(self, *, copy: Literal[False]) -> list[zmq.Frame]: ...
+
+    def rest(self, *, copy: bool = True) -> list[Any]:
+        """The frames after the first; as bytes, or uncopied with what ZeroMQ knows of them."""
+        frames: list[Any] = []
+        while self.socket.getsockopt(zmq.RCVMORE):
+            frames.append(self.socket.recv(zmq.NOBLOCK, copy=copy))
+        return frames
+
+    def interrupt(self) -> None:
+        """Let the receiver have b"" once, as soon as all that has come is received, or LONGEST_NOTICE_S later."""
+        if self._interrupted is None:
+            self._interrupted = time.perf_counter()
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
     def send(self, frames: Sequence[Any]) -> None:
         """Queue a message."""
-        self.socket.send_multipart(frames, zmq.NOBLOCK)
-        if self._arrival is not None:
-            self._look()
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        finally:  # also when it is refused, the socket has looked
+            if self._arrival is not None:
+                self._look()
 
     def close(self) -> None:
         """Close the socket and its context; queued messages get a second to leave. May be called again.
@@ -123,6 +154,7 @@ class ZmqControllerChannel:
         router.curve_server = True
         router.curve_secretkey = controller_keys.secret.encode()
         router.curve_publickey = controller_keys.public.encode()
+        self._watch = PeerWatch(router, self._is_connected, self._socket.interrupt)
         try:
             router.bind(f"tcp://{host}:{port if port else '*'}")
         except zmq.ZMQError as error:
@@ -135,9 +167,17 @@ class ZmqControllerChannel:
         self.address = str(router.getsockopt_string(zmq.LAST_ENDPOINT))
 
     async def receive(self) -> tuple[bytes, Any]:
-        """Next (peer, message)."""
-        frames = await self._socket.receive()
-        return frames[0], self._codec.decode(frames[1:])
+        """Next (peer, message), or (peer, PeerClosed)."""
+        while True:
+            peer = await self._socket.first_frame()
+            if peer in self._watch.descriptors:
+                return peer, self._codec.decode(self._socket.rest())
+            if peer:
+                return peer, self._codec.decode(self._watch.learn(peer, self._socket.rest(copy=False)))
+            gone = self._watch.take_gone()
+            if gone is not None:
+                self._socket.interrupt()  # there may be others
+                return gone, PeerClosed(reason="its connection closed")
 
     async def send(self, peer: bytes, message: object) -> None:
         """Queue a message for a peer. Raises PeerGone if it is not connected."""
@@ -145,11 +185,25 @@ class ZmqControllerChannel:
             self._socket.send([peer, *self._codec.encode(message)])
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
+                self._watch.refused(peer)
                 raise PeerGone(f"{peer.decode(errors='replace')} is not connected") from error
             raise
 
+    def _is_connected(self, peer: bytes) -> bool:
+        """Send the peer a message of nothing, which its channel drops."""
+        self._socket.socket.getsockopt(zmq.EVENTS)  # else a send looks for closed connections now and then only
+        try:
+            self._socket.send([peer, b""])
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
+        return True
+
     def close(self) -> None:
         """Close the socket; queued messages get a second to leave."""
+        if not self._socket.socket.closed:
+            self._watch.close()
         self._authenticator.stop()
         self._socket.close()
 
@@ -171,7 +225,11 @@ class ZmqWorkerChannel:
 
     async def receive(self) -> Any:
         """Next message from the controller."""
-        return self._codec.decode(await self._socket.receive())
+        while True:
+            first = await self._socket.first_frame()
+            rest = self._socket.rest()
+            if first:  # else it is a probe, whether this end is there
+                return self._codec.decode([first, *rest])
 
     async def send(self, message: object) -> None:
         """Queue a message for the controller."""

@@ -30,12 +30,14 @@ from laminar.simulation.models.language_models import check_fits
 from laminar.simulation.records.gpu_seconds import RecordedCluster
 from laminar.simulation.records.record import RunRecord
 from laminar.simulation.records.recorder import RunRecorder
+from laminar.simulation.workers.carrier import ModelledCarrier
 from laminar.simulation.workers.environment_worker import ModelledEnvironment
 from laminar.simulation.workers.modelled_worker import Life, ModelledWorker
-from laminar.simulation.workers.relay_worker import ModelledRelay, WeightStores
+from laminar.simulation.workers.relay_worker import ModelledRelay
 from laminar.simulation.workers.rollout_worker import ModelledRollout, TokenArrays
 from laminar.simulation.workers.supervisor import Supervisor
 from laminar.simulation.workers.trainer_worker import ModelledTrainer
+from laminar.simulation.workers.weight_stores import WeightStores
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -95,7 +97,7 @@ class SimulatedRun:
         self._seed = seed
         self._before = before
         self._arrays = TokenArrays()
-        self._relays: dict[int, ModelledRelay] = {}
+        self._carriers: dict[str, ModelledCarrier] = {}
         self._ranks: list[ModelledTrainer] = []
         self._engines: dict[str, RooflineEngine] = {}
         self._at_start: dict[str, EngineStatistics] = {}
@@ -150,7 +152,6 @@ class SimulatedRun:
             self._start,
             restart_s=options.restart_s,
             notice_s=options.notice_s,
-            hang_limit_s=self.experiment.controller.silence_limit_s,
         )
         names = expected_workers(self.experiment)
         self.controller = Controller(
@@ -161,9 +162,8 @@ class SimulatedRun:
             run_dir=Path("/nonexistent"),  # nothing is written: checkpoints are modelled
             expected_workers=names,
             restart=self.supervisor.restart,
-            relays_come_back=True,
         )
-        self.supervisor.watch_for(self.controller.registry)
+        self.supervisor.watch_for(self.controller.registry, self.controller.relay_keeper)
         recorder = RunRecorder(self.events, loop.time, self._recorded_cluster(), trainer_busy_s=self._trainer_busy_s)
         self.events.subscribe(self._on_step, StepFinished)
         self._before(self)
@@ -188,7 +188,7 @@ class SimulatedRun:
 
     # ------------------------------------------------------------ workers
 
-    def _start(self, name: str, number: int) -> ModelledWorker:
+    def _start(self, name: str, number: int, world: str) -> ModelledWorker:
         kind, _, index = name.rpartition("-")
         config, models, options = self.experiment, self.models, self.options
         life = Life(
@@ -217,15 +217,15 @@ class SimulatedRun:
                 delta_interval_s=config.rollout.delta_interval_s,
             )
         if kind == "relay":
-            relay = self._relays[int(index)] = ModelledRelay(
+            return ModelledRelay(
                 self.network,
                 life,
                 times=self._weight_times,
                 stores=self.stores,
-                relays=self._relays,
+                carriers=self._carriers,
                 keep_versions=config.relay.keep_versions,
+                world=world,
             )
-            return relay
         if kind == "trainer":
             if int(index) == 0:
                 self._ranks = []  # a new world
@@ -235,6 +235,8 @@ class SimulatedRun:
                 times=self._trainer_times,
                 stores=self.stores,
                 ranks=self._ranks,
+                weight_times=self._weight_times,
+                carriers=self._carriers,
                 keep_versions=config.relay.keep_versions,
             )
             self._ranks.append(rank)

@@ -16,8 +16,8 @@ from laminar.simulation.models.relay_model import global_sync_seconds, pull_seco
 from laminar.simulation.models.trainer_model import TRAINING_BYTES_PER_PARAMETER, TrainerModel
 from laminar.simulation.models.workload import Workload
 from laminar.simulation.workers.environment_worker import RewardModel
-from laminar.simulation.workers.relay_worker import WeightTimes
 from laminar.simulation.workers.trainer_worker import TrainerTimes
+from laminar.simulation.workers.weight_stores import WeightTimes
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

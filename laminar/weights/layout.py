@@ -1,7 +1,8 @@
 """Where each tensor of a weight version lies in one flat buffer.
 
-Invariant: the entries of a `WeightLayout` have different names, lie inside the buffer, start on 64-byte boundaries and
-do not overlap, whether the layout was planned here or came from a file or a peer. The bytes between them are zero.
+Invariants: the entries of a `WeightLayout` have different names, lie inside the buffer, start on 64-byte boundaries and
+do not overlap, whether the layout was planned here or came from a file or a peer; the bytes between them are zero. Each
+shard of a tensor that rollouts split by columns is contiguous, as those of a tensor split by rows are anyway.
 
 Imports no torch: the relay, which only moves bytes, uses it too. Dtypes are named as torch names them.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +38,14 @@ DTYPE_BYTES: dict[str, int] = {
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TensorEntry:
-    """One tensor of a layout, stored contiguously in row-major order."""
+    """One tensor of a layout, in row-major order; with several shards, [out, in] lies as [shards, out, in / shards]."""
 
     name: str  # Hugging Face state-dict name
     dtype: str  # a key of DTYPE_BYTES
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the data region
     nbytes: int
+    shards: int = 1  # into which the columns of a matrix are cut, one after another; 1: stored as it is
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -58,26 +60,54 @@ class WeightLayout:
         _check(self)
 
     @classmethod
-    def plan(cls, named_specs: Iterable[tuple[str, str, Iterable[int]]]) -> WeightLayout:
+    def plan(
+        cls, named_specs: Iterable[tuple[str, str, Iterable[int]]], shards: Mapping[str, int] | None = None
+    ) -> WeightLayout:
         """Lay out (name, dtype, shape) one after another.
 
+        Args:
+            named_specs: the tensors.
+            shards: into how many shards the columns of the tensors named here are cut; not at all for those that are not.
+
         Raises:
-            ValueError: unknown dtype, negative dimension, or a name twice.
+            ValueError: unknown dtype, negative dimension, columns that cannot be cut so, or a name twice.
         """
+        shards = shards or {}
         entries = []
         offset = 0
         for name, dtype, dimensions in named_specs:
             shape = tuple(int(dimension) for dimension in dimensions)
             nbytes = _element_bytes(name, dtype) * math.prod(shape)
-            entries.append(TensorEntry(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes))
+            entries.append(
+                TensorEntry(
+                    name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes, shards=shards.get(name, 1)
+                )
+            )
             offset = _align(offset + nbytes)
         return cls(entries=tuple(entries), total_bytes=offset)
+
+    def mismatch(self, expected: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
+        """What keeps these tensors from being those of a model, name -> (dtype, shape); None if they are.
+
+        Names up to three tensors of each kind of mismatch.
+        """
+        present = {entry.name: (entry.dtype, entry.shape) for entry in self.entries}
+        other = [name for name in expected if name in present and present[name] != expected[name]]
+        found = {
+            "missing": [name for name in expected if name not in present],
+            "not of the model": [name for name in present if name not in expected],
+            "of another shape or dtype": [
+                f"{name} is {_spec(*present[name])}, the model has {_spec(*expected[name])}" for name in other
+            ],
+        }
+        parts = [f"{len(names)} {what} ({'; '.join(names[:3])})" for what, names in found.items() if names]
+        return f"of its {len(present)} tensors and the model's {len(expected)}: {', '.join(parts)}" if parts else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, strings and integers, for msgpack."""
         return {
             "total_bytes": self.total_bytes,
-            "entries": [[e.name, e.dtype, list(e.shape), e.offset, e.nbytes] for e in self.entries],
+            "entries": [[e.name, e.dtype, list(e.shape), e.offset, e.nbytes, e.shards] for e in self.entries],
         }
 
     @classmethod
@@ -122,6 +152,10 @@ def chunk_spans(total_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
     return [(start, min(start + chunk_bytes, total_bytes)) for start in range(0, total_bytes, chunk_bytes)]
 
 
+def _spec(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"
+
+
 def _align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
@@ -137,11 +171,13 @@ def _element_bytes(name: str, dtype: str) -> int:
 
 def _entry(index: int, row: object) -> TensorEntry:
     match row:
-        case [str() as name, str() as dtype, list() as shape, int() as offset, int() as nbytes]:
+        case [str() as name, str() as dtype, list() as shape, int() as offset, int() as nbytes, int() as shards]:
             if all(type(dimension) is int for dimension in shape):
-                return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), offset=offset, nbytes=nbytes)
+                return TensorEntry(
+                    name=name, dtype=dtype, shape=tuple(shape), offset=offset, nbytes=nbytes, shards=shards
+                )
             raise ValueError(f"weight layout: tensor {name!r} has shape {shape}; expected integers")
-    raise ValueError(f"weight layout: entry {index} is {row!r}; expected [name, dtype, shape, offset, nbytes]")
+    raise ValueError(f"weight layout: entry {index} is {row!r}; expected [name, dtype, shape, offset, nbytes, shards]")
 
 
 def _check(layout: WeightLayout) -> None:
@@ -152,24 +188,7 @@ def _check(layout: WeightLayout) -> None:
         if entry.name in names:
             raise ValueError(f"weight layout: tensor {entry.name!r} appears twice")
         names.add(entry.name)
-        if any(dimension < 0 for dimension in entry.shape) or entry.offset < 0:
-            raise ValueError(
-                f"weight layout: tensor {entry.name!r} has shape {entry.shape} at offset {entry.offset}; "
-                "neither may be negative"
-            )
-        expected = _element_bytes(entry.name, entry.dtype) * math.prod(entry.shape)
-        if entry.nbytes != expected:
-            raise ValueError(
-                f"weight layout: tensor {entry.name!r} ({entry.dtype} {entry.shape}) says {entry.nbytes} bytes; "
-                f"expected {expected}"
-            )
-        if entry.offset % ALIGNMENT:
-            raise ValueError(f"weight layout: tensor {entry.name!r} at offset {entry.offset} is not 64-byte aligned")
-        if entry.offset + entry.nbytes > layout.total_bytes:
-            raise ValueError(
-                f"weight layout: tensor {entry.name!r} ends at byte {entry.offset + entry.nbytes}, "
-                f"beyond the end of the buffer at {layout.total_bytes}"
-            )
+        _check_entry(entry, layout.total_bytes)
     ordered = sorted(
         (entry for entry in layout.entries if entry.nbytes),
         key=lambda entry: entry.offset,
@@ -177,3 +196,30 @@ def _check(layout: WeightLayout) -> None:
     for before, after in itertools.pairwise(ordered):
         if before.offset + before.nbytes > after.offset:
             raise ValueError(f"weight layout: tensor {after.name!r} overlaps tensor {before.name!r}")
+
+
+def _check_entry(entry: TensorEntry, total_bytes: int) -> None:
+    if any(dimension < 0 for dimension in entry.shape) or entry.offset < 0:
+        raise ValueError(
+            f"weight layout: tensor {entry.name!r} has shape {entry.shape} at offset {entry.offset}; "
+            "neither may be negative"
+        )
+    expected = _element_bytes(entry.name, entry.dtype) * math.prod(entry.shape)
+    if entry.nbytes != expected:
+        raise ValueError(
+            f"weight layout: tensor {entry.name!r} ({entry.dtype} {entry.shape}) says {entry.nbytes} bytes; "
+            f"expected {expected}"
+        )
+    if entry.offset % ALIGNMENT:
+        raise ValueError(f"weight layout: tensor {entry.name!r} at offset {entry.offset} is not 64-byte aligned")
+    if entry.offset + entry.nbytes > total_bytes:
+        raise ValueError(
+            f"weight layout: tensor {entry.name!r} ends at byte {entry.offset + entry.nbytes}, "
+            f"beyond the end of the buffer at {total_bytes}"
+        )
+    whole = entry.shards == 1
+    if not whole and (entry.shards < 1 or len(entry.shape) != 2 or entry.shape[1] % entry.shards):
+        raise ValueError(
+            f"weight layout: tensor {entry.name!r} of shape {entry.shape} is cut into {entry.shards} shards; "
+            "expected a matrix whose columns that number divides"
+        )

@@ -1,7 +1,8 @@
 """The versioned weight store: a file per version in shared memory (`version_file.py`).
 
 Invariants: a version is visible only when it is complete, never changes afterwards, and never comes back once it is
-gone; at most one process writes into a store, any number read.
+gone. Each version is written by one process; several may write different versions into one store (the trainer writes
+the next one where its relay still receives another), and any number read.
 
 Imports no torch: relays use it too. `laminar.weights.tensors` gives torch views.
 """
@@ -17,7 +18,9 @@ from pathlib import Path
 from laminar.errors import UserError
 from laminar.weights.layout import WeightLayout
 from laminar.weights.run_memory import SHARED_MEMORY, attach
-from laminar.weights.version_file import HiddenFile, VersionReader, VersionWriter
+from laminar.weights.version_file import HiddenFile, VersionReader, VersionWriter, remove_if_dead
+
+_TOUCH_BYTES = 64 << 20  # put in place at a time: whoever begins a version waits for no more than this
 
 _FILE_NAME = re.compile(r"version-(\d{8})\.weights")
 
@@ -49,22 +52,23 @@ class WeightStore:
         return versions[-1] if versions else None
 
     def begin(self, policy_version: int, layout: WeightLayout) -> VersionWriter:
-        """Reserve memory for a version and return its writer. An unfinished writer of the same version is displaced.
+        """Reserve memory for a version and return its writer.
 
         Raises:
-            FileExistsError: the version is already committed (versions are never reused).
+            FileExistsError: the version is already committed (versions are never reused), or somebody is writing it.
             UserError: the shared memory is too small.
         """
         if not 0 <= policy_version < 10**8:
             raise ValueError(f"policy version {policy_version} is outside 0..99999999")
         final = self.path(policy_version)
         if final.exists():
-            raise FileExistsError(
-                errno.EEXIST,
-                f"version {policy_version} is already in the store",
-                str(final),
-            )
+            raise FileExistsError(errno.EEXIST, f"version {policy_version} is already in the store", str(final))
         hidden_path = final.with_name(f".{final.name}.partial")
+        remove_if_dead(hidden_path)
+        if hidden_path.exists():
+            raise FileExistsError(
+                errno.EEXIST, f"version {policy_version} is being written by another writer", str(final)
+            )
         hidden = self._take_prepared(layout)
         if hidden is None:
             hidden = HiddenFile(hidden_path, layout)
@@ -76,21 +80,27 @@ class WeightStore:
         """Have memory ready for the next version of this layout, so that writing it takes a memory copy and no more.
 
         Fresh shared memory comes zeroed page by page, which takes several times as long as the copy itself. Costs the
-        memory of one version until the next `begin`; meant to be called off the critical path, from any thread. False
-        if there is not enough memory.
+        memory of one version until the next `begin`; meant to be called off the critical path, from any thread: a
+        `begin` meanwhile takes the memory as far as it is. False if there is not enough memory.
         """
         with self._lock:
             self._unmap_written()
-            if self._prepared is None or self._prepared.layout != layout:
-                self._drop_prepared()
-                for left in self.directory.glob(".prepared-*.partial"):  # by a writer that died
-                    left.unlink(missing_ok=True)
-                try:
-                    self._prepared = HiddenFile(self.directory / f".prepared-{os.getpid()}.partial", layout)
-                except UserError:
-                    return False
-                self._prepared.touch()
-            return True
+            if self._prepared is not None and self._prepared.layout == layout:
+                return True
+            self._drop_prepared()
+            for left in self.directory.glob(".prepared-*.partial"):
+                remove_if_dead(left)
+            try:
+                prepared = HiddenFile(self.directory / f".prepared-{os.getpid()}.partial", layout)
+            except UserError:
+                return False
+            self._prepared = prepared
+        for start in range(0, layout.total_bytes, _TOUCH_BYTES):
+            with self._lock:
+                if self._prepared is not prepared:  # somebody writes into it already
+                    break
+                prepared.touch(start, start + _TOUCH_BYTES)
+        return True
 
     def _take_prepared(self, layout: WeightLayout) -> HiddenFile | None:
         """What `prepare` made, if it fits; else its memory is freed, for it may be needed now."""
@@ -116,14 +126,54 @@ class WeightStore:
         """Map a committed version. Raises FileNotFoundError if it is not (or no longer) there."""
         return VersionReader(self.path(policy_version))
 
-    def retain(self, keep: int) -> list[int]:
-        """Unlink all but the newest `keep` versions and return those that went. Readers keep what they have mapped."""
+    def retain(self, keep: int, keep_bytes: int | None = None) -> list[int]:
+        """Unlink all but the newest versions and return those that went. Readers keep what they have mapped.
+
+        Args:
+            keep: how many versions may stay.
+            keep_bytes: how many bytes they may have together; None for no bound. The newest stays whatever its size.
+        """
         if keep < 1:
             raise ValueError(f"cannot retain {keep} versions; at least 1")
-        gone = self.versions()[:-keep]
-        for policy_version in gone:
-            self.path(policy_version).unlink(missing_ok=True)
-        return gone
+        kept_bytes = kept = 0
+        gone: list[int] = []
+        for policy_version in reversed(self.versions()):
+            path = self.path(policy_version)
+            try:
+                nbytes = path.stat().st_size
+            except FileNotFoundError:  # another process retains, too
+                continue
+            fits = keep_bytes is None or kept_bytes + nbytes <= keep_bytes
+            if kept == 0 or (kept < keep and fits and not gone):
+                kept += 1
+                kept_bytes += nbytes
+            else:
+                path.unlink(missing_ok=True)
+                gone.append(policy_version)
+        return gone[::-1]
+
+    def recover(self) -> list[str]:
+        """Take over what an earlier process left: complete versions stay, all else is unlinked; says what went and why.
+
+        What a living process is writing stays, too.
+        """
+        said = []
+        for path in sorted(self.directory.glob(".*.partial")):
+            if remove_if_dead(path):
+                said.append(f"{path.name}: its writer has ended")
+        for policy_version in self.versions():
+            try:
+                with self.open(policy_version) as reader:
+                    found = reader.policy_version
+                problem = "" if found == policy_version else f"{self.path(policy_version)}: holds version {found}"
+            except FileNotFoundError:
+                continue
+            except ValueError as error:
+                problem = str(error)
+            if problem:
+                self.path(policy_version).unlink(missing_ok=True)
+                said.append(problem)
+        return said
 
     def remove(self) -> None:
         """Unlink every version, finished or not, and the folder. Does nothing if it is already gone."""

@@ -5,6 +5,8 @@ Invariants:
   in the middle of a copy.
 - The file is written under a hidden name and renamed when it is complete; from then on it never changes. Unlinking it
   never disturbs a process that has it mapped.
+- A hidden file is locked (flock) as long as its writer lives, whichever container that is in: one that is not locked is
+  a dead writer's, and may go.
 
 Imports no torch: relays use it too.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import struct
@@ -41,33 +44,34 @@ class HiddenFile:
     """Reserved and mapped memory for a version of a given layout, under a name that no reader looks at."""
 
     def __init__(self, path: Path, layout: WeightLayout) -> None:
-        """Create the file in place of one that a dead or displaced writer left.
+        """Create the file in place of one that a dead writer left.
 
         Raises:
+            FileExistsError: a living writer has this file.
             UserError: the shared memory is too small.
         """
         self.path = path
         self.layout = layout
         self._data_offset = len(_header(0, layout))
         nbytes = self._data_offset + layout.total_bytes
-        path.unlink(missing_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        remove_if_dead(path)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            _reserve(fd, nbytes, path.parent)
-            self._map = mmap.mmap(fd, nbytes)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _reserve(self._fd, nbytes, path.parent)
+            self._map = mmap.mmap(self._fd, nbytes)
         except BaseException:
             path.unlink(missing_ok=True)
+            os.close(self._fd)
             raise
-        finally:
-            os.close(fd)
         self.buffer: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, offset=self._data_offset)  # [total_bytes]
 
-    def touch(self) -> None:
-        """Have the kernel put every page in place (zeroed), so that writing costs no more than a memory copy.
+    def touch(self, start: int, stop: int) -> None:
+        """Have the kernel put the pages of these bytes in place (zeroed), so that writing costs a memory copy and no more.
 
         Takes about as long as writing would, without holding the interpreter's lock.
         """
-        self.buffer[::PAGE_BYTES] = 0
+        self.buffer[start:stop:PAGE_BYTES] = 0
 
     def rename(self, path: Path) -> None:
         """Change the file's name; a file that has it already goes."""
@@ -82,6 +86,7 @@ class HiddenFile:
         """Let go of the memory; views of the buffer keep it until they end."""
         self.buffer = np.empty(0, np.uint8)
         _close(self._map)
+        os.close(self._fd)
 
 
 class VersionWriter:
@@ -180,6 +185,22 @@ class VersionReader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def remove_if_dead(path: Path) -> bool:
+    """Unlink a hidden file whose writer has ended; False if there is none, or its writer lives."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def _close(mapping: mmap.mmap) -> None:

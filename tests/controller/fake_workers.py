@@ -51,6 +51,8 @@ class FakeWorker:
         welcome = await self.channel.receive()
         if isinstance(welcome, messages.Shutdown):
             return
+        for message in self.before_ready():
+            await self.channel.send(message)
         await self.channel.send(messages.Ready(detail="fake"))
         while True:
             message = await self.channel.receive()
@@ -60,15 +62,33 @@ class FakeWorker:
             async for answer in self.answer(message):
                 await self.channel.send(answer)
 
+    def before_ready(self):
+        return ()
+
     async def answer(self, message):
         return
         yield
 
 
 class FakeRelay(FakeWorker):
+    """Whatever its neighbours do, it has a version as soon as it is told to carry it."""
+
+    def before_ready(self):
+        address = f"127.0.0.1:{7000 + self.index}"
+        return (messages.RelayJoined(versions=(), address=address, world="", world_rank=-1, library=""),)
+
     async def answer(self, message):
-        if isinstance(message, messages.Broadcast):
-            yield messages.WeightsStored(policy_version=message.policy_version, seconds=0.0, nbytes=4, chunks=1)
+        if isinstance(message, messages.Carry):
+            yield messages.WeightsStored(
+                policy_version=message.policy_version,
+                seconds=0.0,
+                nbytes=4,
+                received_bytes=0 if message.upstream is None else 4,
+                chunks=1,
+                damaged=0,
+                latency_s=0.0,
+                bytes_per_s=0.0,
+            )
 
 
 class FakeTrainer(FakeWorker):

@@ -296,8 +296,8 @@ async def test_a_failed_broadcast_is_told_and_training_goes_on(tmp_path):
     relay = run.worker("relay-1")
 
     async def answer(message):
-        if isinstance(message, messages.Broadcast) and message.policy_version == 1:
-            yield messages.BroadcastFailed(policy_version=1, error="relay 0 did not answer")
+        if isinstance(message, messages.Carry) and message.policy_version == 1:
+            yield messages.CarryFailed(policy_version=1, order=message.order, error="no room for it")
             return
         async for reply in fakes.FakeRelay.answer(relay, message):
             yield reply
@@ -305,7 +305,10 @@ async def test_a_failed_broadcast_is_told_and_training_goes_on(tmp_path):
     relay.answer = answer
     await run.to_the_end()
     assert len(run.of(event_types.StepFinished)) == 3
-    assert any("broadcast of version 1 failed: relay-1: relay 0" in event.text for event in run.of(event_types.Notice))
+    assert any(
+        "version 1 is not everywhere: relay-1: no room for it; going on without" in event.text
+        for event in run.of(event_types.Notice)
+    )
 
 
 async def test_a_worker_of_another_version_or_run_is_turned_away(tmp_path):

@@ -137,8 +137,8 @@ async def test_relays(client):
     answer = await client.ask("relays")
     lines = answer["text"].splitlines()
     assert lines[0] == "published version 3, broadcast under way: version 3, broadcasts: 4"
-    assert lines[3].split() == ["relay-0", "master", "3", "0", "host-a", "21"]
-    assert lines[4].split() == ["relay-1", "hop", "1", "2", "1", "host-a", "22"]
+    assert lines[3].split() == ["relay-0", "master", "tcp", "3", "0", "-", "-", "host-a", "21"]
+    assert lines[4].split() == ["relay-1", "hop", "1", "tcp", "2", "1", "-", "-", "host-a", "22"]
 
 
 async def test_trainer(client, view):

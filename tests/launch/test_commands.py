@@ -27,6 +27,17 @@ def test_what_is_manual_is_not_started(part):
     }
 
 
+def test_rollouts_with_degrees_of_their_own_get_as_many_gpus(monkeypatch):
+    monkeypatch.setattr(commands.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    config = experiment(trainer__ranks=1, rollout__replicas=3, rollout__tensor_parallel=[1, 4, 2])
+    devices = {
+        command.name: command.environment.get("CUDA_VISIBLE_DEVICES")
+        for command in commands.local_commands(config, RUN, "r")
+    }
+    assert [devices[f"rollout-{index}"] for index in range(3)] == ["1", "2,3,4,5", "6,7"]
+
+
 def test_gpus_are_shared_out_trainer_first(monkeypatch):
     monkeypatch.setattr(commands.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")

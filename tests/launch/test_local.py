@@ -63,7 +63,7 @@ async def test_an_exit_is_reported_with_the_end_of_the_log(log_dir):
     await launcher.start(python("broken", "print('what went wrong'); raise SystemExit(7)"))
     command, status = await asyncio.wait_for(exits.get(), 20)
     assert (command.name, status) == ("broken", 7)
-    assert "what went wrong" in launcher.log_tail(command)
+    assert "what went wrong" in launcher.log_tail([command.name, *command.workers])
     assert await launcher.stop(5) == []
 
 
@@ -120,5 +120,7 @@ async def test_a_command_that_cannot_be_run_says_so(log_dir):
     await launcher.start(Command(name="none", argv=("/no/such/program",), environment={}, workers=()))
     command, status = await asyncio.wait_for(exits.get(), 20)
     assert status == 127
-    assert "cannot run /no/such/program: No such file or directory" in launcher.log_tail(command)
+    assert "cannot run /no/such/program: No such file or directory" in launcher.log_tail(
+        [command.name, *command.workers]
+    )
     await launcher.stop(5)

@@ -30,10 +30,11 @@ class Registry:
             self.told.append(("lost", name, reason))
 
 
-def ended(registry, *, workers=("rollout-1",), status=-9):
+def ended(registry, *, workers=("rollout-1",), status=-9, said_hello=()):
     run = LocalRun.__new__(LocalRun)
     run._ending = False
-    run._launcher = SimpleNamespace(log_tail=lambda command: "")
+    run._launcher = SimpleNamespace(log_tail=lambda names: "")
+    run._said_hello = dict.fromkeys([*registry.workers, *said_hello])
     run._controller = SimpleNamespace(registry=registry)
     run._on_exit(Command(name="rollout-1", argv=(), environment={}, workers=workers), status)
     return registry.told
@@ -53,6 +54,11 @@ def test_all_workers_of_a_process_are_lost_with_it():
 def test_a_successor_that_ends_before_its_hello_is_one_more_failed_attempt():
     told = ended(Registry(expected=["rollout-1"]))
     assert told == [("did not come", "rollout-1", "its process ended (signal SIGKILL)")]
+
+
+def test_workers_whose_connections_have_closed_before_are_not_lost_twice():
+    ranks = ("trainer-0", "trainer-1")
+    assert ended(Registry(expected=ranks), workers=ranks, said_hello=ranks) == []
 
 
 def test_a_process_that_never_said_hello_ends_the_run():

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 
@@ -28,6 +29,7 @@ METRICS = {
     "trainer_seconds",
     "rollout_seconds",
     "broadcast_s",
+    "broadcast_bytes",
     "pull_s_mean",
 }
 
@@ -172,6 +174,30 @@ async def test_a_rollout_that_dies_is_started_anew_and_no_group_is_lost(start):
     assert all(line["staleness"] <= 4 and len(line["versions"]) == 1 for line in trained)
 
 
+@pytest.mark.parametrize("who", ["relay-0", "relay-1", "mpirun"])
+async def test_relays_that_die_come_back_and_no_rollout_notices(start, who):
+    run = await start(
+        trainer__steps=60, relay__count=2, rollout__replicas=2, rollout__max_response_tokens=30, relay__encoding="delta"
+    )
+    lines = [await run.line(r"started mpirun"), *[await run.line(r"relay-\d is ready") for _ in range(2)]]
+    line = next(line for line in lines if who in line)
+    await run.line(r"^ *2/")
+    os.kill(int(re.search(r"process (\d+)", line)[1]), signal.SIGKILL)
+    for _ in range(2 if who == "mpirun" else 1):
+        await run.line(r"relay-\d is ready" if who == "mpirun" else rf"{who} is ready")
+    assert await run.end() == 0, run.output
+    nothing_left(run)
+    assert [line["step"] for line in run.lines("metrics.jsonl")] == [*range(1, 61)]
+    assert not re.search(r"(rollout|trainer)-\d was lost", run.output)
+
+
+async def test_relays_without_mpi(start):
+    run = await start(trainer__steps=4, relay__count=2, relay__transport="tcp")
+    assert await run.end() == 0, run.output
+    assert "mpirun" not in run.output
+    nothing_left(run)
+
+
 async def test_a_trainer_that_dies_goes_on_from_its_newest_checkpoint(start):
     run = await start(trainer__steps=12, trainer__ranks=2, trainer__checkpoint_every=3, rollout__max_response_tokens=40)
     line = await run.line(r"trainer-1 is ready")
@@ -217,7 +243,7 @@ async def test_a_worker_that_dies_ends_the_run_with_the_end_of_its_log(start):
     await run.line(r"^ *1/")
     os.kill(int(line.split("process ")[1].split(")")[0]), signal.SIGKILL)
     assert await run.end() == 1, run.output
-    assert "the run failed: trainer-0 was lost: its process ended" in run.output
+    assert "the run failed: trainer-0 was lost: its connection closed" in run.output
     assert "trainer-0.log" in run.output
     nothing_left(run)
 

@@ -54,7 +54,18 @@ class Stage:
             emit(WorkerProgress(worker=worker, text="loading the model"))
             emit(WorkerReady(worker=worker, detail="[torch] engine"))
         emit(WeightsPublished(policy_version=0, publish_stall_s=0.003, nbytes=3_200_000))
-        emit(WeightsBroadcast(policy_version=0, seconds=0.01, nbytes=3_200_000, error=""))
+        emit(
+            WeightsBroadcast(
+                policy_version=0,
+                seconds=0.01,
+                nbytes=3_200_000,
+                received_bytes=3_200_000,
+                relays=2,
+                damaged=0,
+                repairs=0,
+                error="",
+            )
+        )
         for rollout in ("rollout-0", "rollout-1"):
             emit(WeightsPulled(rollout=rollout, policy_version=0, seconds=0.02))
 

@@ -133,7 +133,7 @@ async def test_a_backlog_leaves_turns_to_others(controller, keys, monkeypatch):
     await asyncio.wait_for(controller.receive(), 10)
     other = asyncio.create_task(count_turns())
     for _ in range(999):
-        await controller._socket.receive()
+        await controller.receive()
     assert turns > 900
     other.cancel()
     worker.close()

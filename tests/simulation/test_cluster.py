@@ -199,6 +199,46 @@ def test_a_killed_relay_comes_back_and_gets_the_newest_version(rank):
     assert run.run.workers[f"relay-{rank}"].life.number == 2
 
 
+def test_a_single_relay_may_die_any_number_of_times_if_publishes_lie_between():
+    config = experiment(trainer__steps=16, relay__count=1, relay__restarts=1)
+    run = Recorded(config, options=RunOptions(restart_s=0.5))
+    deaths = []
+
+    def kill(made):
+        def on_step(event):
+            if event.step in (3, 8, 13):
+                deaths.append(event.step)
+                made.loop.call_soon(made.workers["relay-0"].kill)
+
+        made.events.subscribe(on_step, event_types.StepFinished)
+
+    run.at(0.0, kill).to_the_end()
+    assert deaths == [3, 8, 13]
+    assert run.run.workers["relay-0"].life.number == 4
+
+
+def test_a_relay_that_dies_while_all_are_started_together_is_started_alone():
+    config = experiment(trainer__steps=12, relay__count=2, relay__restarts=1)
+    run = Recorded(config, options=RunOptions(restart_s=0.5))
+    run.at(2.4, lambda made: made.supervisor.lose_tier())
+    run.at(3.5, lambda made: made.workers["relay-1"].kill())  # its second process, which is not ready yet
+    run.to_the_end()
+    check_trained(run, config)
+    assert [run.run.workers[f"relay-{rank}"].life.number for rank in (0, 1)] == [2, 3]
+    assert [event.worker for event in run.of(event_types.WorkerReplaced)][-2:] == ["relays", "relay-1"]
+
+
+def test_all_relays_can_end_again_while_they_are_started():
+    config = experiment(trainer__steps=14, relay__count=2)
+    run = Recorded(config, options=RunOptions(restart_s=0.5))
+    run.at(2.4, lambda made: made.supervisor.lose_tier())
+    run.at(3.5, lambda made: made.supervisor.lose_tier())
+    run.to_the_end()
+    check_trained(run, config)
+    assert [run.run.workers[f"relay-{rank}"].life.number for rank in (0, 1)] == [3, 3]
+    assert all(relay.stored_version == 14 for relay in run.run.controller.relays.relays.values())
+
+
 def test_a_hung_relay_is_killed_and_comes_back():
     config = experiment(trainer__steps=30)
     run = Recorded(config, options=RunOptions(heartbeats=True)).at(2.4, lambda made: made.workers["relay-0"].hang())

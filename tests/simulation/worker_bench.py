@@ -6,7 +6,7 @@ import functools
 from laminar.protocol import messages
 from laminar.simulation.channels.network import SimulatedNetwork
 from laminar.simulation.clock.virtual_time import run_in_virtual_time
-from laminar.simulation.workers.relay_worker import WeightStores
+from laminar.simulation.workers.weight_stores import WeightStores
 
 
 def in_virtual_time(scenario):
@@ -25,18 +25,24 @@ class Desk:
 
     def __init__(self):
         self.loop = asyncio.get_running_loop()
-        self.network = SimulatedNetwork(through_codec=True)
+        self.network = SimulatedNetwork(through_codec=True, tell_closed=False)
         self.stores = WeightStores()
+        self.carriers = {}
         self.said = []  # (seconds, peer, message)
 
     async def tell(self, worker, message):
         await self.network.controller.send(worker.peer.encode(), message)
 
     async def welcome(self, *workers):
-        for worker in workers:
-            await self.tell(worker, messages.Welcome(run_id="r", run_dir="", config="", store=""))
-        await self.listen(1)
+        await self.welcome_and_hear(*workers)
         self.said.clear()
+
+    async def welcome_and_hear(self, *workers):
+        for worker in workers:
+            await self.tell(
+                worker, messages.Welcome(run_id="r", run_dir="", config="", store="", hop_key=b"", version_bytes=0)
+            )
+        await self.listen(1)
 
     async def listen(self, seconds):
         """All messages of this time."""

@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -83,11 +84,83 @@ def test_a_version_is_never_written_twice(store):
         store.begin(1, LAYOUT)
 
 
-def test_a_dead_writers_half_written_file_is_displaced(store):
-    abandoned = store.begin(1, LAYOUT)
-    abandoned.buffer[:] = 3
+def write_half_and_die(shared_memory):
+    """Another process that begins version 1 of the store; its standard output says when it has."""
+    code = (
+        "import sys; from pathlib import Path; from laminar.weights.layout import WeightLayout\n"
+        "from laminar.weights.store import WeightStore\n"
+        "store = WeightStore('run', 'relay-0', Path(sys.argv[1]))\n"
+        "layout = WeightLayout.plan([('a', 'uint8', (1000,)), ('b', 'int64', (3,))])\n"
+        "store.prepare(layout); first = store.begin(1, layout); store.prepare(layout)\n"
+        "print('begun', flush=True); sys.stdin.read(); import os; os._exit(1)"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, shared_memory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_what_another_process_writes_is_safe_until_it_dies(store, shared_memory):
+    commit(store, 0, value=2)
+    writer = write_half_and_die(shared_memory)
+    try:
+        assert writer.stdout.readline() == "begun\n"
+        held = {path.name for path in store.directory.iterdir()}
+        assert len(held) == 3
+        with pytest.raises(FileExistsError, match="version 1 is being written"):
+            store.begin(1, LAYOUT)
+        store.prepare(LAYOUT)
+        commit(store, 2)
+        assert store.recover() == []
+        assert held < {path.name for path in store.directory.iterdir()}
+    finally:
+        writer.communicate(timeout=60)
+    assert len(store.recover()) == 2
     commit(store, 1, value=4)
     assert (store.open(1).buffer == 4).all()
+    assert store.versions() == [0, 1, 2]
+
+
+def test_a_dead_writers_half_written_file_is_displaced(store, shared_memory):
+    write_half_and_die(shared_memory).communicate(timeout=60)
+    commit(store, 1, value=4)
+    assert (store.open(1).buffer == 4).all()
+    store.prepare(LAYOUT)
+    assert len(list(store.directory.iterdir())) == 2
+
+
+def test_what_a_dead_relay_left_is_taken_over_without_what_is_damaged(store):
+    for version in range(3):
+        commit(store, version)
+    store.path(1).write_bytes(b"short")
+    os.rename(store.path(0), store.path(7))
+    (store.directory / ".version-00000009.weights.partial").write_bytes(b"x")
+    said = store.recover()
+    assert [any(text in line for line in said) for text in ("too short", "holds version 0", "writer has ended")]
+    assert len(said) == 3
+    assert [path.name for path in store.directory.iterdir()] == [store.path(2).name]
+
+
+def test_memory_can_be_taken_while_it_is_being_prepared(store, monkeypatch):
+    monkeypatch.setattr("laminar.weights.store._TOUCH_BYTES", 4096)
+    layout = WeightLayout.plan([("a", "uint8", (10 * 4096,))])
+    touch, writers = version_file.HiddenFile.touch, []
+
+    def touch_and_begin(hidden, start, stop):
+        touch(hidden, start, stop)
+        if start == 2 * 4096:
+            taking.start()
+
+    def begin():
+        writers.append(store.begin(0, layout))
+        writers[0].buffer[:] = 7
+
+    taking = threading.Thread(target=begin)
+    monkeypatch.setattr(version_file.HiddenFile, "touch", touch_and_begin)
+    store.prepare(layout)
+    taking.join(10)
+    writers[0].commit()
+    assert (store.open(0).buffer == 7).all()
+    assert len(list(store.directory.iterdir())) == 1
 
 
 def test_a_writer_ends_once(store):
@@ -111,6 +184,17 @@ def test_retain_unlinks_old_versions_without_disturbing_readers(store):
     assert (reader.buffer == 2).all()
     reader.close()
     assert (view == 2).all()
+
+
+def test_retain_bounds_the_bytes_too_but_never_drops_the_newest(store):
+    for version in range(5):
+        commit(store, version)
+    size = store.path(0).stat().st_size
+    assert store.retain(4, 3 * size) == [0, 1]
+    assert store.retain(4, 2 * size + size // 2) == [2]
+    assert store.retain(4, 1) == [3]
+    assert store.retain(4, 1) == []
+    assert store.versions() == [4]
 
 
 def test_readers_cannot_change_a_version(store):

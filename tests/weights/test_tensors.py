@@ -12,8 +12,8 @@ def store(shared_memory):
     return WeightStore("run", "relay-0", shared_memory)
 
 
-def publish(store, version, state_dict, dtype=None):
-    writer = store.begin(version, layout_of(state_dict, dtype))
+def publish(store, version, state_dict, dtype=None, shards=None):
+    writer = store.begin(version, layout_of(state_dict, dtype, shards))
     write_tensors(writer, state_dict.items())
     return writer.commit()
 
@@ -116,5 +116,32 @@ def test_a_strange_tensor_in_freed_memory_is_not_taken_for_a_tied_one(store):
 
 
 def test_unknown_dtypes_are_named():
-    with pytest.raises(ValueError, match="'w' has dtype torch.complex64"):
+    with pytest.raises(ValueError, match="'w': dtype torch.complex64"):
         layout_of({"w": torch.ones(2, dtype=torch.complex64)})
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_a_sharded_tensor_is_written_and_read_as_the_matrix_that_it_is(store, degree):
+    state_dict = {"w": torch.randn(5, 16), "transposed": torch.randn(16, 5).T, "plain": torch.randn(3, 4)}
+    shards = {"w": 4, "transposed": 4}
+    read = dict(read_tensors(publish(store, 0, state_dict, torch.bfloat16, shards)))
+    for name, tensor in state_dict.items():
+        assert torch.equal(read[name], tensor.bfloat16()), name
+        assert read[name].shape == tensor.shape
+        loaded = torch.empty(tensor.shape, dtype=torch.bfloat16)
+        loaded.copy_(read[name])
+        assert torch.equal(loaded, tensor.bfloat16())
+    for rank in range(degree):
+        size = 16 // degree
+        shard = torch.empty(5, size, dtype=torch.bfloat16)
+        shard.copy_(read["w"].narrow(1, rank * size, size))
+        assert torch.equal(shard, state_dict["w"].bfloat16()[:, rank * size : (rank + 1) * size])
+
+
+def test_a_shard_is_contiguous_memory_of_the_file(store):
+    state_dict = {"w": torch.randn(5, 16), "b": torch.randn(3)}
+    read = dict(read_tensors(publish(store, 0, state_dict, shards={"w": 4})))
+    buffer = read["b"].untyped_storage()
+    shards = [read["w"].narrow(1, 4 * rank, 4) for rank in range(4)]
+    assert all(shard.is_contiguous() and shard.untyped_storage().data_ptr() == buffer.data_ptr() for shard in shards)
+    assert [shard.data_ptr() - shards[0].data_ptr() for shard in shards] == [0, 80, 160, 240]

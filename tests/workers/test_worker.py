@@ -16,7 +16,9 @@ from laminar.protocol.zeromq import ZmqControllerChannel
 from tests.controller.fake_workers import experiment
 
 WORKER = str(Path(__file__).with_name("obedient_worker.py"))
-WELCOME = messages.Welcome(run_id="r", run_dir="", config=experiment().model_dump_json(), store="")
+WELCOME = messages.Welcome(
+    run_id="r", run_dir="", config=experiment().model_dump_json(), store="", hop_key=b"", version_bytes=0
+)
 
 
 class Host:

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from laminar.protocol.channel import PeerGone
+from laminar.protocol.channel import PeerClosed, PeerGone
 from laminar.protocol.codec import Codec
 from laminar.simulation.channels.inbox import Inbox
 from laminar.simulation.channels.network_lane import Lane, NetworkStatistics, Trace, Wire
+
+CLOSED = PeerClosed(reason="its connection closed")
 
 
 def jittered_latency(base_s: float, jitter_s: float, rng: random.Random) -> Callable[[str], float]:
@@ -38,6 +40,7 @@ class SimulatedNetwork:
         seed: int = 0,
         through_codec: bool = False,
         trace: Trace | None = None,
+        tell_closed: bool = True,
     ) -> None:
         """
         Args:
@@ -45,7 +48,9 @@ class SimulatedNetwork:
             seed: of the generator that decides about duplicates.
             through_codec: encode and decode every message; else the receiver gets the very object that was sent.
             trace: called at each delivery with the time, "rollout-0 -> controller" or the reverse, and the message.
+            tell_closed: the controller receives `PeerClosed` when a peer is disconnected; else it has to miss the peer.
         """
+        self._tell_closed = tell_closed
         self._latency = latency
         self._wire = Wire(
             loop=asyncio.get_running_loop(),
@@ -75,6 +80,7 @@ class SimulatedNetwork:
                 lambda message: self.controller.inbox.put((peer, message)),
                 at_once=True,
             ),
+            partial(self.controller.inbox.put, (peer, CLOSED)) if self._tell_closed else None,
         )
         return WorkerEnd(link)
 
@@ -103,6 +109,8 @@ class SimulatedNetwork:
 
     def disconnect(self, name: str, *, deliver_sent: bool = False) -> None:
         """The peer dies: the controller's `send` raises PeerGone from now on, and what is under way to it is dropped.
+
+        The controller receives `PeerClosed` a latency later, after what still arrives; not before a partition heals.
 
         Args:
             name: of the peer.
@@ -166,18 +174,21 @@ class SimulatedNetwork:
 class _Link:
     """Both directions of one peer, and its faults."""
 
-    def __init__(self, to_worker: Lane, to_controller: Lane) -> None:
+    def __init__(self, to_worker: Lane, to_controller: Lane, on_closed: Callable[[], None] | None) -> None:
         self.to_worker = to_worker
         self.to_controller = to_controller
         self.connected = True
         self.partitioned = False
         self.hung = False
+        self._on_closed = on_closed
 
     def set_blocked(self) -> None:
         self.to_worker.set_blocked(self.partitioned or self.hung)
         self.to_controller.set_blocked(self.partitioned)
 
     def disconnect(self, *, deliver_sent: bool) -> None:
+        if self.connected and self._on_closed is not None:
+            self.to_controller.tell_end(self._on_closed)
         self.connected = False
         self.to_worker.close()
         if deliver_sent and not self.partitioned:
@@ -226,7 +237,7 @@ class ControllerEnd:
         self._links = links
 
     async def receive(self) -> tuple[bytes, Any]:
-        """Next (peer, message), from any peer."""
+        """Next (peer, message), from any peer; (peer, PeerClosed) when a peer's connection has closed."""
         return await self.inbox.get()
 
     async def send(self, peer: bytes, message: object) -> None:

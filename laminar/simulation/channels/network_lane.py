@@ -1,7 +1,7 @@
 """One direction of one peer's connection in a simulated network.
 
-Invariant: messages arrive in the order in which they were sent, duplicates excepted; each is counted as delivered or
-dropped exactly once.
+Invariant: messages arrive in the order in which they were sent, duplicates excepted, and the end of the connection after
+all of them; each message is counted as delivered or dropped exactly once.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class Lane:
         self._held: deque[Any] = deque()
         self._last_arrival = 0.0  # on the loop's clock
         self._discards = False
+        self._has_delivered = False
+        self._on_end: Callable[[], None] | None = None  # the end has come and is held back by a fault
 
     def send(self, message: object) -> None:
         """Send a message; dropped if the lane is closed.
@@ -103,7 +105,7 @@ class Lane:
     def set_blocked(self, blocked: bool) -> None:
         """Hold back what arrives, or let it through again, in order and in a callback of its own."""
         self.blocked = blocked
-        if not blocked and self._held:
+        if not blocked and (self._held or self._on_end is not None):
             self._wire.loop.call_soon(self._release)
 
     def close_for_sending(self) -> None:
@@ -118,12 +120,29 @@ class Lane:
         self._under_way.clear()
         self._held.clear()
 
+    def tell_end(self, on_end: Callable[[], None]) -> None:
+        """Call `on_end` a latency from now, after what is under way, unless nothing has ever been delivered by then.
+
+        A blocked lane holds it back. Duplicates do not outlive it. No message: neither counted nor traced.
+        """
+        latency_s = self.latency_s if isinstance(self.latency_s, float) else self.latency_s()
+        loop = self._wire.loop
+        loop.call_at(max(loop.time() + latency_s, self._last_arrival), self._end_comes, on_end)
+
+    def _end_comes(self, on_end: Callable[[], None]) -> None:
+        if self.blocked or self._held:
+            self._on_end = on_end
+            return
+        self._discards = True
+        if self._has_delivered:
+            on_end()
+
     def _arrive(self) -> None:
         if self._under_way:  # else it was dropped on its way
             self._take(self._under_way.popleft())
 
     def _take(self, packed: Any) -> None:
-        if self._discards:  # a duplicate whose lane was closed meanwhile
+        if self._discards:  # a duplicate whose lane has come to its end
             self._wire.statistics.dropped += 1
         elif self.blocked or self._held:
             self._held.append(packed)
@@ -133,10 +152,14 @@ class Lane:
     def _release(self) -> None:
         while self._held and not self.blocked:
             self._deliver(self._held.popleft())
+        if self._on_end is not None and not self.blocked:
+            on_end, self._on_end = self._on_end, None
+            self._end_comes(on_end)
 
     def _deliver(self, packed: Any) -> None:
         wire = self._wire
         wire.statistics.delivered += 1
+        self._has_delivered = True
         message = packed if wire.codec is None else wire.codec.decode(packed)
         if wire.trace is not None:
             wire.trace(wire.loop.time(), self._route, message)

@@ -100,6 +100,8 @@ def _config(draw: _Draw, seed: int) -> ExperimentConfig:
                 "count": draw.integer(1, 4),
                 "keep_versions": draw.one_of(1, 1, 2, 3),
                 "broadcast_timeout_s": draw.one_of(4.0, 20.0),
+                "stall_limit_s": draw.one_of(1.5, 3.0),
+                "restarts": draw.one_of(1, 3, 3),
             },
             "trainer": trainer,
             "schedule": schedule,
@@ -165,7 +167,7 @@ def _faults(draw: _Draw, config: ExperimentConfig) -> tuple[faults.Fault, ...]:
     drawn: list[faults.Fault] = []
     for _ in range(count):
         worker = _worker(draw, config, besieged if mood == "siege" else "")
-        drawn.append(_worker_fault(draw, worker) if mood == "siege" else _fault(draw, worker))
+        drawn.append(_worker_fault(draw, worker) if mood == "siege" else _fault(draw, config, worker))
         if draw.chance(0.3):  # and something else at the same moment, or while it is being mended
             drawn.append(_together(draw, config, drawn[-1]))
     return tuple(sorted(drawn, key=lambda fault: fault.at))
@@ -177,7 +179,7 @@ def _at(draw: _Draw) -> float:
     return start if draw.chance(0.06) else round(2.0 + RUN_S * draw.seconds(0.0, 1.0) ** 1.5, 3)
 
 
-def _fault(draw: _Draw, worker: str) -> faults.Fault:
+def _fault(draw: _Draw, config: ExperimentConfig, worker: str) -> faults.Fault:
     """Any of them; those that strike a worker strike this one."""
     at, kind = _at(draw), draw.integer(0, 19)
     if kind < 2:
@@ -193,6 +195,17 @@ def _fault(draw: _Draw, worker: str) -> faults.Fault:
         moment = draw.one_of("publish", "broadcast")
         delay_s = draw.one_of(0.0, draw.seconds(0.0, 0.5))
         return faults.Kill(at=at, moment=moment, delay_s=delay_s, worker="relay-0")  # the master
+    if kind == 6:
+        moment = draw.one_of("", "publish", "broadcast", "loss", "restart")
+        return faults.RelayTierLost(at=at, moment=moment, delay_s=draw.one_of(0.0, draw.seconds(0.0, 1.0)))
+    if kind == 7 and draw.chance(0.5):
+        return faults.HostLost(at=at, relay=draw.integer(0, config.relay.count - 1))
+    if kind == 8:  # any relay, while a version is under way
+        name = f"relay-{draw.integer(0, config.relay.count - 1)}"
+        delay_s = draw.seconds(0.0, 0.7)
+        if draw.chance(0.5):
+            return faults.Hang(at=at, moment="broadcast", delay_s=delay_s, worker=name, seconds=_outage(draw))
+        return faults.Kill(at=at, moment="broadcast", delay_s=delay_s, worker=name)
     return _worker_fault(draw, worker)
 
 

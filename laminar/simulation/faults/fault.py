@@ -101,13 +101,28 @@ class Pause(Fault):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class RelayTierLost(Fault):
+    """mpirun is killed, and with it all relays that it had started."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HostLost(Fault):
+    """A host is gone, with the relay, its store, the rollouts that pull from it and, on relay 0's host, the trainer."""
+
+    relay: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Stop(Fault):
     """The user stops the run after the current step."""
 
 
 FAULTS: dict[str, type[Fault]] = {
     kind.__name__: kind
-    for kind in (Kill, Fail, Hang, Partition, SlowLink, Duplicates, BadReward, FailedCheckpoint, Pause, Stop)
+    for kind in (
+        *(Kill, Fail, Hang, Partition, SlowLink, Duplicates),
+        *(BadReward, FailedCheckpoint, Pause, Stop, RelayTierLost, HostLost),
+    )
 }
 
 

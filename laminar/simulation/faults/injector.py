@@ -9,8 +9,9 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+from laminar.controller.relay import store_name
 from laminar.observability.events import Notice, RolloutLost, WeightsPublished
-from laminar.protocol.messages import Broadcast, WorkerFailed
+from laminar.protocol.messages import Carry, WorkerFailed
 from laminar.simulation.cluster import SimulatedRun
 from laminar.simulation.faults import fault as faults
 from laminar.simulation.faults.event_log import EventLog, describe
@@ -70,7 +71,7 @@ class Injector:
 
     def on_message(self, message: object) -> None:
         """A delivery: a broadcast that starts is a moment too."""
-        if isinstance(message, Broadcast):
+        if isinstance(message, Carry):
             self._moment("broadcast")
 
     def _on_started(self, worker: ModelledWorker) -> None:
@@ -105,12 +106,28 @@ class Injector:
             case faults.Stop():
                 self._run.controller.control.stop()
                 self._struck(fault)
+            case faults.RelayTierLost():
+                for worker in self._run.supervisor.lose_tier():
+                    self._struck(fault, worker)
+            case faults.HostLost():
+                self._lose_host(fault)
             case _:
                 self._strike_workers(fault)
 
     def _resume(self, fault: faults.Pause) -> None:
         self._run.controller.control.resume(generation=fault.generation, training=fault.training)
         self._log.fault(self._loop.time(), f"ends: {describe(fault)}")
+
+    def _lose_host(self, fault: faults.HostLost) -> None:
+        config = self._run.experiment
+        kinds = {"relay": config.relay.count, "rollout": config.relay.count}
+        if fault.relay == 0:
+            kinds["trainer"] = 1
+        for worker in list(self._run.workers.values()):
+            if worker.alive and worker.kind in kinds and worker.life.index % kinds[worker.kind] == fault.relay:
+                self._struck(fault, worker)
+                worker.kill("its host is gone")
+        self._run.stores.lose(store_name(fault.relay))
 
     def _strike_workers(self, fault: faults.Fault) -> None:
         name = faults.worker_of(fault)

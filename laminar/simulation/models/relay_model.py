@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from laminar.controller.chunk_size import best_chunks
 from laminar.simulation.models.hardware import CONSTANTS, Constants, GpuSpec
 from laminar.simulation.models.language_models import ModelSpec
 
@@ -26,7 +27,7 @@ class Chain:
         """Chunks k that minimise the time: sqrt(beta m (p - 2) / alpha)."""
         if self.relays <= 2:
             return 1  # a single hop has nothing to overlap with
-        ideal = math.sqrt(self.nbytes / self.bandwidth * (self.relays - 2) / self.latency_s)
+        ideal = best_chunks(self.nbytes, self.relays, self.latency_s, self.bandwidth)
         below = max(1, math.floor(ideal))
         return min((below, below + 1), key=lambda chunks: self.arrival_seconds(self.relays - 1, chunks))
 

@@ -45,9 +45,8 @@ class ModelledWorker:
         self.alive = True
         self.hung = False
         self.welcomed = False
-        # Called once when the process ends, by itself or by `kill`; and when it begins to hang.
+        # Called once when the process ends, by itself or by `kill`.
         self.on_ended: Callable[[ModelledWorker, str], None] = lambda worker, reason: None
-        self.on_hung: Callable[[ModelledWorker], None] = lambda worker: None
         self._network = network
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # timers that fell due while it hung
         self._end = network.connect(self.peer, self._on_message)
@@ -64,6 +63,9 @@ class ModelledWorker:
     def handle(self, message: Any) -> None:
         """Take a message of the controller, other than those of the handshake."""
         raise RuntimeError(f"a {self.kind} does not take {type(message).__name__}")
+
+    def before_ready(self) -> None:
+        """Say what the controller must know before it can take work."""
 
     def ready_detail(self) -> str:
         """What it says of itself when it is ready."""
@@ -92,7 +94,6 @@ class ModelledWorker:
             self.hung = True
             self._network.hang(self.peer)
             self.freeze()
-            self.on_hung(self)
 
     def resume(self) -> None:
         """Go on (SIGCONT)."""
@@ -135,6 +136,7 @@ class ModelledWorker:
             self.after(self.life.start_s, self._ready)
 
     def _ready(self) -> None:
+        self.before_ready()
         self.send(messages.Ready(detail=self.ready_detail()))
         if self.life.heartbeat_s is not None:
             self.after(self.life.heartbeat_s, self._beat, self.life.heartbeat_s)

@@ -18,7 +18,7 @@ from laminar.simulation.channels.network import SimulatedNetwork
 from laminar.simulation.models.engine_model import RooflineEngine
 from laminar.simulation.models.workload import Workload
 from laminar.simulation.workers.modelled_worker import Life, ModelledWorker
-from laminar.simulation.workers.relay_worker import WeightStores, WeightTimes
+from laminar.simulation.workers.weight_stores import WeightStores, WeightTimes
 
 LOGPROB = -1.0
 MIN_TOKENS = 1 << 16  # of the arrays that messages are cut from

@@ -8,23 +8,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from laminar.controller.relay_keeper import TIER, RelayKeeper
 from laminar.controller.worker_registry import WorkerRegistry
 from laminar.errors import RunFailed
 from laminar.simulation.workers.modelled_worker import ModelledWorker
 
-Start = Callable[[str, int], ModelledWorker]  # (worker's name, number of the process) -> the process
+# (worker's name, number of the process, mpirun world or empty) -> the process
+Start = Callable[[str, int, str], ModelledWorker]
 
 
 class Supervisor:
     """The processes of one run. `failure` is set when one ended before the run could begin: await it beside the run."""
 
-    def __init__(self, start: Start, *, restart_s: float, notice_s: float, hang_limit_s: float) -> None:
+    def __init__(self, start: Start, *, restart_s: float, notice_s: float) -> None:
         """
         Args:
             start: makes a worker's process; its host may depend on the number.
             restart_s: from the decision to start a process to its Hello.
             notice_s: from the end of a process to the report.
-            hang_limit_s: a relay that hangs for longer is killed; of the other workers the controller sees to that.
         """
         self.workers: dict[str, ModelledWorker] = {}  # newest process of each
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -32,35 +33,44 @@ class Supervisor:
         self._start = start
         self._restart_s = restart_s
         self._notice_s = notice_s
-        self._hang_limit_s = hang_limit_s
         self._numbers: dict[str, int] = {}
+        self._worlds = 1  # of relays that were started together
         self._registry: WorkerRegistry | None = None
+        self._keeper: RelayKeeper | None = None
         self._ending = False
 
-    def watch_for(self, registry: WorkerRegistry) -> None:
+    def watch_for(self, registry: WorkerRegistry, keeper: RelayKeeper) -> None:
         """Report ended processes there."""
-        self._registry = registry
+        self._registry, self._keeper = registry, keeper
 
-    def start(self, name: str) -> ModelledWorker:
-        """Start a worker's next process now; the one before must have ended."""
+    def start(self, name: str, *, alone: bool = False) -> ModelledWorker:
+        """Start a worker's next process now; the one before must have ended. `alone`: a relay outside of mpirun."""
         self._numbers[name] = self._numbers.get(name, 0) + 1
-        worker = self.workers[name] = self._start(name, self._numbers[name])
+        worker = self.workers[name] = self._start(name, self._numbers[name], "" if alone else f"mpirun-{self._worlds}")
         worker.on_ended = self._ended
-        if worker.kind == "relay":
-            worker.on_hung = self._hung
         self.on_started(worker)
         return worker
 
     async def restart(self, name: str, reason: str) -> None:
-        """For the controller: end what is left of a lost worker and start it anew; "trainer" stands for all ranks."""
-        names = [name]
-        if name == "trainer":
-            names = [rank for rank, worker in self.workers.items() if worker.kind == "trainer"]
+        """For the controller: end what is left of a lost worker and start it anew; "trainer" and "relays" stand for all."""
+        kind = {"trainer": "trainer", TIER: "relay"}.get(name, "")
+        names = [one for one, worker in self.workers.items() if worker.kind == kind] if kind else [name]
         for one in names:
             self._kill_unreported(one)
         await asyncio.sleep(self._restart_s)
+        self._worlds += name == TIER
         for one in names:
-            self.start(one)
+            self.start(one, alone=name != TIER)
+
+    def lose_tier(self) -> list[ModelledWorker]:
+        """mpirun ends, and every relay that it had started with it. Returns those."""
+        world = f"mpirun-{self._worlds}"
+        ended = [worker for worker in self.workers.values() if worker.alive and getattr(worker, "world", "") == world]
+        for worker in ended:
+            worker.kill("mpirun has ended")
+        loop = asyncio.get_running_loop()
+        loop.call_at(loop.time() + self._notice_s, self._report_tier)
+        return ended
 
     def end(self) -> None:
         """The run is over: processes that end are not reported any more."""
@@ -78,9 +88,9 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         loop.call_at(loop.time() + self._notice_s, self._report, worker, reason)
 
-    def _hung(self, worker: ModelledWorker) -> None:
-        loop = asyncio.get_running_loop()
-        loop.call_at(loop.time() + self._hang_limit_s, lambda: worker.kill("it hung") if worker.hung else None)
+    def _report_tier(self) -> None:
+        if not self._ending and self._keeper is not None:
+            self._keeper.tier_lost("mpirun has ended")
 
     def _report(self, worker: ModelledWorker, reason: str) -> None:
         """As the launcher does: the controller decides what a worker's loss means."""
@@ -95,11 +105,3 @@ class Supervisor:
             # Else the controller has given it up before, and waits for its successor or goes on without it.
         except RunFailed as error:
             self.failure.set_exception(error)
-            return
-        if worker.kind == "relay" and self.workers[worker.name] is worker:
-            loop = asyncio.get_running_loop()
-            loop.call_at(loop.time() + self._restart_s, self._bring_relay_back, worker)
-
-    def _bring_relay_back(self, worker: ModelledWorker) -> None:
-        if not self._ending and self.workers[worker.name] is worker:
-            self.start(worker.name)

@@ -6,19 +6,20 @@ Invariant: a rank answers an order only if all ranks lived until it was done: th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from laminar.controller.relay_manager import MASTER, store_name
+from laminar.controller.relay import MASTER, store_name
 from laminar.protocol import messages
 from laminar.simulation.channels.network import SimulatedNetwork
 from laminar.simulation.models.trainer_model import TrainerModel
+from laminar.simulation.workers.carrier import ModelledCarrier
 from laminar.simulation.workers.modelled_worker import Life, ModelledWorker
-from laminar.simulation.workers.relay_worker import WeightStores
+from laminar.simulation.workers.weight_stores import WeightStores, WeightTimes
 
 METRICS = {"loss": 0.0, "mismatch_kl": 0.0}
 
@@ -57,9 +58,15 @@ class ModelledTrainer(ModelledWorker):
         times: TrainerTimes,
         stores: WeightStores,
         ranks: Sequence[ModelledTrainer],
+        weight_times: WeightTimes,
+        carriers: MutableMapping[str, ModelledCarrier],
         keep_versions: int,
     ) -> None:
-        """`ranks`: all that were started together, this one included; the caller fills it."""
+        """
+        Args:
+            ranks: all that were started together, this one included; the caller fills it.
+            carriers: the newest of each worker, by name; that of rank 0 enters itself.
+        """
         self.checkpoint_error: Callable[[int], str] = lambda step: ""  # asked for each step; not empty: it fails so
         self.trained: list[tuple[int, int]] = []  # (step, part), in order
         self._times = times
@@ -69,12 +76,40 @@ class ModelledTrainer(ModelledWorker):
         self._orders: deque[Any] = deque()
         self._busy = False
         super().__init__(network, life)
+        self._carrier: ModelledCarrier | None = None
+        if life.index == 0:
+            self._carrier = ModelledCarrier(
+                self,
+                store=store_name(MASTER),
+                times=weight_times,
+                stores=stores,
+                carriers=carriers,
+                keep_versions=keep_versions,
+            )
 
     def handle(self, message: Any) -> None:
         """See `ModelledWorker`."""
+        if isinstance(message, messages.Carry) and self._carrier is not None:
+            self._carrier.obey(message)  # a thread of its own: not in line with the orders
+            return
         self._orders.append(message)
         if not self._busy:
             self._next()
+
+    def freeze(self) -> None:
+        """See `ModelledWorker`."""
+        if self._carrier is not None:
+            self._carrier.freeze()
+
+    def thaw(self) -> None:
+        """See `ModelledWorker`."""
+        if self._carrier is not None:
+            self._carrier.thaw()
+
+    def ended(self) -> None:
+        """See `ModelledWorker`."""
+        if self._carrier is not None:
+            self._carrier.ended()
 
     def _next(self) -> None:
         self._busy = bool(self._orders)

@@ -1,24 +1,30 @@
-"""A relay: `mpirun -n N ... python -m laminar.workers.relay.main --connect RUN_DIR`.
+"""A relay: `mpirun -n N ... python -m laminar.workers.relay.main --connect RUN_DIR`, or alone with `--index I`.
 
 Keeps the newest weight versions in its host's shared memory and carries them down the chain. It never touches a GPU and
-imports no torch. Invariant: broadcasts are done one after another, in the order in which the controller asked.
+imports no torch. Invariant: it takes part only with a store that is sound and has room, and never outlives the mpirun
+that started it.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import functools
 import logging
 import os
-import sys
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
 
+from laminar.config.store_room import check_store_room
 from laminar.errors import RunFailed, UserError
-from laminar.protocol.messages import Broadcast, BroadcastFailed, WeightsStored
+from laminar.protocol.connection import CONNECTION_FILE, Connection
+from laminar.protocol.messages import Carry, RelayJoined
 from laminar.weights.store import WeightStore
-from laminar.workers.relay.broadcast import carry_version
-from laminar.workers.relay.chain import TransferError
-from laminar.workers.relay.mpi_thread import MpiThread
-from laminar.workers.relay.transport import HopError
+from laminar.workers.relay.carrier import Carrier
+from laminar.workers.relay.carrier_session import CarrierSession
+from laminar.workers.relay.hop_opener import World
+from laminar.workers.relay.tcp_door import TcpDoor
 from laminar.workers.worker import WorkerSession, run_worker
 
 RANK_VARIABLE = "OMPI_COMM_WORLD_RANK"
@@ -27,91 +33,117 @@ JOIN_LIMIT_S = 60.0  # mpirun starts a world in 2 to 3 s, now and then in 12
 log = logging.getLogger("laminar.relay")
 
 
-async def serve(session: WorkerSession) -> None:
-    """Carry weight versions from relay to relay (start with mpirun, one per host)."""
-    await session.progress("waiting for the MPI world")
-    mpi = MpiThread()
-    world = await mpi.join_world(JOIN_LIMIT_S)
+async def serve(session: WorkerSession, *, connect: Path, mpirun: int | None) -> None:
+    """Carry weight versions from relay to relay (with mpirun one per host, or one alone)."""
+    config = session.config.relay
     store = WeightStore(session.welcome.run_id, session.welcome.store)
-    orders: asyncio.Queue[Broadcast] = asyncio.Queue()
-    replies: asyncio.Queue[WeightsStored | BroadcastFailed] = asyncio.Queue()
+    for gone in store.recover():
+        log.warning("removed what an earlier relay had left: %s", gone)
+    check_store_room(store.directory, session.welcome.version_bytes, config.keep_versions, config.keep_mib)
+    host = own_address(connect)
+    door = TcpDoor(host, session.welcome.hop_key)
+    with_mpi = mpirun is not None and config.transport == "auto"
+    carrying = CarrierSession(session, store, world_factory=_join_world if with_mpi else None, door=door)
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(_carry_orders(session, mpi, store, orders, replies), name="broadcasts"),
-                group.create_task(_send_replies(session, replies), name="replies"),
-                group.create_task(_watch_mpirun(), name="watch mpirun"),
-            ]
-            await session.ready(f"relay {world.rank} of {world.size}, {world.library}, store {store.directory}")
+            tasks = [group.create_task(carrying.report_forever(), name="reports")]
+            if mpirun is not None:
+                tasks.append(group.create_task(_watch_mpirun(mpirun), name="watch mpirun"))
+            await session.progress("waiting for the MPI world" if with_mpi else "joining without MPI")
+            world = await _joined(carrying.carrier)
+            joined = RelayJoined(
+                versions=tuple(store.versions()),
+                address=door.address(host),
+                world="" if world is None else world.name,
+                world_rank=-1 if world is None else world.rank,
+                library="" if world is None else world.library,
+            )
+            await session.send(joined)
+            place = "without MPI" if world is None else f"{world.rank} of {world.size}, {world.library}"
+            await session.ready(f"relay {place}, at {joined.address}, store {store.directory}")
             async for message in session.messages():
-                match message:
-                    case Broadcast():
-                        orders.put_nowait(message)
-                    case _:
-                        raise RuntimeError(f"a relay has no use for {type(message).__name__}")
+                if not isinstance(message, Carry):
+                    raise RuntimeError(f"a relay has no use for {type(message).__name__}")
+                carrying.order(message)
             for task in tasks:
                 task.cancel()
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures  # the others follow from it
+    finally:
+        carrying.carrier.close()
 
 
-async def _watch_mpirun() -> None:
+def own_address(connect: Path) -> str:
+    """The numeric address of this host on the way to the controller: neighbours reach it there. Nothing is sent.
+
+    Raises:
+        UserError: there is no way to the controller.
+    """
+    path = connect / CONNECTION_FILE if connect.is_dir() else connect
+    controller = urlsplit(Connection.read(path).address)
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(
+            controller.hostname, controller.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UserError(f"{path}: no way to the controller at {controller.geturl()}: {error}") from error
+
+
+def _join_world() -> World:
+    from laminar.workers.relay.mpi_hop import MpiWorld
+
+    return MpiWorld()
+
+
+async def _joined(carrier: Carrier) -> World | None:
+    """The world, as soon as all relays are in it.
+
+    Raises:
+        UserError: there is no MPI library, or not all relays came within JOIN_LIMIT_S.
+    """
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(carrier.world), JOIN_LIMIT_S)
+    except TimeoutError:
+        raise UserError(
+            f"the MPI world is not complete after {JOIN_LIMIT_S:.0f} s: a relay did not start; see the other relays' logs"
+        ) from None
+
+
+async def _watch_mpirun(parent: int) -> None:
     """Return never; raise RunFailed when the process that started this relay (mpirun, or its daemon) is gone.
 
-    Open MPI itself would end an orphaned relay only when it next calls MPI.
+    Open MPI itself would end an orphaned relay only when it next calls MPI. `parent` was the parent when this process
+    began: asked only now, it would already be another one if mpirun has ended meanwhile.
     """
+    ended = RunFailed("mpirun, or its daemon on this host, has ended")
+    try:
+        fd = os.pidfd_open(parent)
+    except ProcessLookupError:
+        raise ended from None
     loop = asyncio.get_running_loop()
     gone: asyncio.Future[None] = loop.create_future()
-    fd = os.pidfd_open(os.getppid())
     loop.add_reader(fd, lambda: None if gone.done() else gone.set_result(None))
     try:
-        await gone
-        raise RunFailed("mpirun, or its daemon on this host, has ended")
+        if os.getppid() == parent:
+            await gone
+        raise ended
     finally:
         loop.remove_reader(fd)
         os.close(fd)
 
 
-async def _carry_orders(
-    session: WorkerSession,
-    mpi: MpiThread,
-    store: WeightStore,
-    orders: asyncio.Queue[Broadcast],
-    replies: asyncio.Queue[WeightsStored | BroadcastFailed],
-) -> None:
-    """Do broadcasts one after another. Waits for the controller to order one; a transfer has a limit of its own."""
-    loop = asyncio.get_running_loop()
-
-    def stored(report: WeightsStored) -> None:
-        loop.call_soon_threadsafe(replies.put_nowait, report)
-
-    while True:
-        order = await orders.get()
-        carry = functools.partial(
-            carry_version, order, store=store, keep=session.config.relay.keep_versions, stored=stored
-        )
-        try:
-            await mpi.run(carry)
-        except (TransferError, HopError, UserError, OSError) as error:
-            log.error("broadcast of version %d: %s", order.policy_version, error)
-            replies.put_nowait(BroadcastFailed(policy_version=order.policy_version, error=str(error)))
-
-
-async def _send_replies(session: WorkerSession, replies: asyncio.Queue[WeightsStored | BroadcastFailed]) -> None:
-    """Tell the controller how broadcasts went, in the order in which it happened."""
-    while True:
-        reply = await replies.get()
-        log.info("%s", reply)
-        await session.send(reply)
-
-
 def main() -> None:
-    """Run one relay; its index is its rank, which mpirun has put into the environment."""
+    """Run one relay; its index is its rank, which mpirun has put into the environment, or `--index`."""
+    parent = os.getppid()
     rank = os.environ.get(RANK_VARIABLE)
-    if rank is None:
-        print("start relays with mpirun, which gives each its rank (see scripts/)", file=sys.stderr)
-        raise SystemExit(2)
-    run_worker("relay", serve, index=int(rank))
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--connect", type=Path, default=Path())
+    connect = parser.parse_known_args()[0].connect
+    here = functools.partial(serve, connect=connect, mpirun=None if rank is None else parent)
+    run_worker("relay", functools.update_wrapper(here, serve), index=None if rank is None else int(rank))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from laminar.errors import UserError
-from laminar.weights.tensors import read_tensors, tied_names
+from laminar.weights.tensors import read_tensors
+from laminar.workers.rollout.model_manifest import check_manifest, model_manifest
 from laminar.workers.rollout.slot_cache import ATTENTION, SlotCache
 
 _LOADING = threading.Lock()  # from_pretrained sets process-wide defaults while it builds a model
@@ -145,23 +146,9 @@ class CausalModel:
 
         Raises:
             FileNotFoundError: no such file.
-            ValueError: the file is not a weight file, or not this model's (names, shapes); nothing was changed then.
+            ValueError: the file is not a weight file, or not this model's (names, shapes, dtypes); nothing was changed then.
         """
+        check_manifest(path, model_manifest(self._model, self.dtype))
         parameters = self._model.state_dict()
-        for name in tied_names(parameters):
-            del parameters[name]
-        tensors = dict(read_tensors(path))
-        if tensors.keys() != parameters.keys():
-            missing, extra = (
-                sorted(parameters.keys() - tensors.keys()),
-                sorted(tensors.keys() - parameters.keys()),
-            )
-            raise ValueError(f"{path} is not this model's weights: tensors missing {missing[:3]}, unknown {extra[:3]}")
-        for name, parameter in parameters.items():
-            if tensors[name].shape != parameter.shape:
-                raise ValueError(
-                    f"{path} is not this model's weights: {name} is {tuple(tensors[name].shape)}, "
-                    f"expected {tuple(parameter.shape)}"
-                )
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+        for name, tensor in read_tensors(path):
+            parameters[name].copy_(tensor)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from laminar.config.schema import ExperimentConfig
+from laminar.errors import UserError
 from laminar.protocol import messages
 from laminar.weights.store import WeightStore
 from laminar.workers.rollout.delta_batch import DeltaBatch
@@ -136,7 +137,10 @@ class RolloutWorker:
             error = f"store {message.store} does not hold it (its newest is {newest})"
             await self._session.send(messages.PullFailed(policy_version=message.policy_version, error=error))
             return
-        await self._engine.load_weights(str(path), version)
+        try:
+            await self._engine.load_weights(str(path), version)
+        except ValueError as error:  # another model's weights: every version would fail like this one
+            raise UserError(f"version {version} cannot be loaded: {error}") from error
         await self._session.send(
             messages.WeightsPulled(
                 policy_version=version,
@@ -165,7 +169,7 @@ def engine_settings(config: ExperimentConfig, index: int) -> EngineSettings:
         context_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         max_running=config.rollout.max_running,
         kv_cache_bytes=config.rollout.kv_cache_mib << 20,
-        tensor_parallel=config.rollout.tensor_parallel,
+        tensor_parallel=config.rollout.degree(index),
         threads=config.rollout.threads,
         seed=config.seed * 1000 + index,
     )

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from laminar.workers.rollout.model_manifest import Manifest
     from laminar.workers.rollout.vllm_extension import LoadLogger
 
 BLOCK_TOKENS = 32  # of the KV cache on CPU, whose attention kernel wants multiples of 32
@@ -69,6 +70,7 @@ class VllmEngine:
         self._policy_version = -1
         self._figures: LoadLogger | None = None
         self._vocabulary = 0
+        self._manifest: Manifest = {}
         # vLLM's processes die with the thread that spawned them (see `vllm_extension`): it lives as long as the engine.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="vllm-spawner")
         self._building: asyncio.Future[None] | None = None
@@ -95,6 +97,7 @@ class VllmEngine:
         try:
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            from laminar.workers.rollout.model_manifest import manifest_of_folder
             from laminar.workers.rollout.vllm_extension import LoadLogger
         except (ImportError, RuntimeError) as error:  # RuntimeError: an operator that a stray torchvision lacks
             raise UserError(
@@ -103,6 +106,7 @@ class VllmEngine:
             ) from error
         figures = self._figures = LoadLogger()
         try:
+            self._manifest = manifest_of_folder(self._settings.model_path, self._settings.dtype)
             arguments = self._arguments(cuda)
             self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: figures])
         except (OSError, ValueError, RuntimeError) as error:
@@ -197,14 +201,17 @@ class VllmEngine:
         Raises:
             RuntimeError: a stream is open, or a worker could not load the file; after the latter the engine is unusable.
             FileNotFoundError: no such file (any more).
-            ValueError: the file does not hold this version.
+            ValueError: the file does not hold this version, or not of this model; the engine keeps what it had.
         """
+        from laminar.workers.rollout.model_manifest import check_manifest
+
         engine = self._require_engine()
         if self._open:
             raise RuntimeError(
                 f"weights of version {policy_version} cannot be loaded while {len(self._open)} streams are open"
             )
         check_weights(path, policy_version)
+        check_manifest(path, self._manifest)
         try:
             await engine.collective_rpc("load_policy", args=(path,))
         except Exception as error:  # vLLM raises a plain Exception for an error in a worker

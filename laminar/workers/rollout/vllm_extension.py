@@ -88,11 +88,13 @@ class WorkerExtension:
     def load_policy(self, path: str) -> int:
         """Load a committed version file into the model, in place.
 
+        Of a matrix that lies in shards, vLLM's slice for this rank is contiguous memory of the file.
+
         Args:
             path: the file; tensors by their Hugging Face names, tied ones once.
 
         Returns:
-            bytes read.
+            bytes of the tensors in the file (a shard reads its part of them).
 
         Raises:
             FileNotFoundError: no such file.

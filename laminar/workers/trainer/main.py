@@ -11,11 +11,12 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers.utils.logging import disable_progress_bar
 
 from laminar.protocol.messages import (
+    Carry,
     CheckpointLoaded,
     LoadCheckpoint,
     PublishWeights,
@@ -25,6 +26,7 @@ from laminar.protocol.messages import (
     WeightsPublished,
 )
 from laminar.weights.store import WeightStore
+from laminar.workers.relay.carrier_session import CarrierSession
 from laminar.workers.trainer.actor import Actor
 from laminar.workers.trainer.checkpoint import load_checkpoint, save_checkpoint
 from laminar.workers.trainer.publish import Publisher
@@ -49,7 +51,7 @@ async def serve(session: WorkerSession) -> None:
     await session.progress(f"loading the model {config.model.path}")
     actor = await in_thread(lambda: Actor(config, ranks))
     store = WeightStore(welcome.run_id, welcome.store) if ranks.rank == 0 else None
-    publisher = await in_thread(lambda: Publisher(actor, store))
+    publisher = await in_thread(lambda: Publisher(actor, store, keep=config.relay.keep_versions))
     preparing = asyncio.create_task(asyncio.to_thread(publisher.prepare), name="prepare the next publish")
     await session.ready(actor.describe())
 
@@ -81,18 +83,38 @@ async def serve(session: WorkerSession) -> None:
         await in_thread(lambda: load_checkpoint(actor, message.path))
         await session.send(CheckpointLoaded(step=message.step, seconds=time.perf_counter() - started))
 
-    async for message in session.messages():
-        match message:
-            case TrainStep():
-                await train(message)
-            case PublishWeights(policy_version=policy_version):
-                await publish(policy_version)
-            case SaveCheckpoint():
-                await save(message)
-            case LoadCheckpoint():
-                await load(message)
-            case _:
-                raise RuntimeError(f"the trainer has no use for {type(message).__name__}")
+    async def work_off(orders: asyncio.Queue[Any]) -> None:
+        """One after another, until there is None. Waits for the controller to order something."""
+        while (message := await orders.get()) is not None:
+            match message:
+                case TrainStep():
+                    await train(message)
+                case PublishWeights(policy_version=policy_version):
+                    await publish(policy_version)
+                case SaveCheckpoint():
+                    await save(message)
+                case LoadCheckpoint():
+                    await load(message)
+                case _:
+                    raise RuntimeError(f"the trainer has no use for {type(message).__name__}")
+
+    orders: asyncio.Queue[Any] = asyncio.Queue()
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(work_off(orders), name="orders")
+            sending = None if store is None else CarrierSession(session, store)
+            if sending is not None:
+                reporting = group.create_task(sending.report_forever(), name="reports of broadcasts")
+            async for message in session.messages():
+                if isinstance(message, Carry) and sending is not None:  # goes on beside the training
+                    sending.order(message)
+                else:
+                    orders.put_nowait(message)
+            orders.put_nowait(None)
+            if sending is not None:
+                reporting.cancel()
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
     await preparing
     await in_thread(ranks.close)
 

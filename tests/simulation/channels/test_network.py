@@ -12,7 +12,7 @@ import pytest
 
 from laminar.observability import events as event_types
 from laminar.protocol import messages
-from laminar.protocol.channel import PeerGone
+from laminar.protocol.channel import PeerClosed, PeerGone
 from laminar.protocol.codec import CodecError
 from laminar.simulation.channels.network import SimulatedNetwork, jittered_latency
 from laminar.simulation.channels.network_lane import NetworkStatistics
@@ -41,10 +41,11 @@ class Peer:
 
 
 class Controller:
-    """Keeps what comes from all peers, with the time."""
+    """Keeps what comes from all peers, and whose connections closed, with the time."""
 
     def __init__(self, network):
         self.got = []
+        self.closed = []
         self.network = network
         self.send = network.controller.send
         self.task = asyncio.create_task(self.receive())
@@ -52,7 +53,11 @@ class Controller:
     async def receive(self):
         while True:
             peer, message = await self.network.controller.receive()
-            self.got.append((now(), peer.decode(), message))
+            if isinstance(message, PeerClosed):
+                self.closed.append((now(), peer.decode()))
+            else:
+                assert peer.decode() not in [gone for _, gone in self.closed]
+                self.got.append((now(), peer.decode(), message))
 
     def of(self, name):
         return [message for _, peer, message in self.got if peer == name]
@@ -223,6 +228,64 @@ def test_the_death_of_a_peer(deliver_sent):
     run(main())
 
 
+@pytest.mark.parametrize("deliver_sent", [True, False])
+def test_a_closed_connection_is_told_once_after_the_last_message(deliver_sent):
+    async def main():
+        network = SimulatedNetwork(latency=1.0)
+        controller, peer, silent = Controller(network), Peer(network, "w"), Peer(network, "silent")
+        peer.send("hello")
+        await asyncio.sleep(5)
+        network.slow("w", extra_s=2.0)
+        peer.send("last words")
+        network.slow("w")
+        await asyncio.sleep(0.5)
+        network.disconnect("w", deliver_sent=deliver_sent)
+        peer.end.close()
+        silent.end.close()  # nobody the controller has heard of
+        await asyncio.sleep(20)
+        assert controller.of("w") == ["hello", *["last words"] * deliver_sent]
+        assert controller.closed == [(8, "w")]
+
+    run(main())
+
+
+@pytest.mark.parametrize("deliver_sent", [True, False])
+def test_behind_a_partition_no_connection_is_seen_to_close(deliver_sent):
+    async def main():
+        network = SimulatedNetwork(latency=1.0)
+        controller, cut, hung = Controller(network), Peer(network, "cut"), Peer(network, "hung")
+        for peer in (cut, hung):
+            peer.send("hello")
+        await asyncio.sleep(5)
+        network.hang("hung")
+        network.partition("cut")
+        cut.send("held back")
+        await asyncio.sleep(50)
+        assert controller.closed == []
+        network.disconnect("cut", deliver_sent=deliver_sent)
+        network.disconnect("hung", deliver_sent=deliver_sent)
+        await asyncio.sleep(50)
+        assert controller.closed == [(56, "hung")]
+        network.heal("cut")
+        await asyncio.sleep(5)
+        assert controller.closed == [(56, "hung"), (105, "cut")]
+
+    run(main())
+
+
+def test_a_network_that_tells_of_no_closed_connection():
+    async def main():
+        network = SimulatedNetwork(tell_closed=False)
+        controller, peer = Controller(network), Peer(network, "w")
+        peer.send("hello")
+        network.disconnect("w")
+        await asyncio.sleep(5)
+        assert controller.of("w") == ["hello"]
+        assert controller.closed == []
+
+    run(main())
+
+
 def test_what_a_partition_holds_back_is_lost_with_its_peer():
     async def main():
         network = SimulatedNetwork(latency=1.0)
@@ -368,6 +431,7 @@ def test_awaitable_workers_and_their_leaving():
         await worker.send("bye")
         worker.close()
         assert await network.controller.receive() == (b"w", "bye")
+        assert await network.controller.receive() == (b"w", PeerClosed(reason="its connection closed"))
         with pytest.raises(PeerGone):
             await network.controller.send(b"w", "too late")
         with pytest.raises(PeerGone):
@@ -432,7 +496,9 @@ async def storm(seed):
         assert firsts == list(range(len(firsts)))
         assert name in duplicated or len(up) == len(firsts)
         assert not network.is_connected(name) or len(firsts) == sent[name]
-    return log
+        heard_and_gone = bool(up) and not network.is_connected(name)
+        assert [gone for _, gone in controller.closed].count(name) == heard_and_gone
+    return [*log, *(f"{at!r} {name} closed" for at, name in controller.closed)]
 
 
 def test_order_and_counts_hold_in_any_storm():

@@ -21,6 +21,8 @@ def one_of_each():
         faults.FailedCheckpoint(at=0.0, count=1),
         faults.Pause(at=4.0, generation=True, training=False, seconds=10.0),
         faults.Stop(at=9.0),
+        faults.RelayTierLost(at=9.0, moment="broadcast", delay_s=0.1),
+        faults.HostLost(at=9.0, relay=1),
     ]
 
 
@@ -50,4 +52,4 @@ def test_what_is_no_fault_is_refused_by_name(entry):
 
 def test_kinds_are_counted_by_kind_of_worker():
     kinds = [faults.kind_of(fault) for fault in one_of_each()]
-    assert kinds[0] == "Kill rollout" and kinds[3] == "Hang trainer" and kinds[-1] == "Stop"
+    assert kinds[0] == "Kill rollout" and kinds[3] == "Hang trainer" and kinds[-1] == "HostLost"

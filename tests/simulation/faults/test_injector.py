@@ -94,7 +94,7 @@ def test_duplicates_arrive():
     assert run.report == "all steps made"
 
 
-@pytest.mark.parametrize("moment, event", [("publish", "WeightsPublished"), ("broadcast", r"message .*: Broadcast ")])
+@pytest.mark.parametrize("moment, event", [("publish", "WeightsPublished"), ("broadcast", r"message .*: Carry ")])
 def test_a_fault_waits_for_its_moment(moment, event):
     run = run_with(faults.Kill(at=4.0, moment=moment, delay_s=0.01, worker="relay-0"))
     happened = next(time for time in lines(run, event) if time >= 4.0)
@@ -107,7 +107,7 @@ def test_a_second_failure_strikes_during_the_repair_of_the_first():
         faults.Kill(at=4.0, moment="loss", delay_s=0.5, worker="rollout-1"),
         faults.Kill(at=4.0, moment="restart", delay_s=0.5, worker="rollout-0"),
     )
-    assert lines(run, "fault .*hits rollout-1#1") == [pytest.approx(4.6)]
+    assert lines(run, "fault .*hits rollout-1#1") == [pytest.approx(4.501)]
     assert lines(run, "fault .*hits rollout-0#2")
     assert run.happened["RolloutLost"] >= 2
 
@@ -138,3 +138,19 @@ def test_a_fault_that_finds_nobody_says_so():
     run = run_with(faults.Kill(at=3.0, worker="rollout-0"), faults.Kill(at=3.0, worker="rollout-0"))
     assert lines(run, "fault +hits nothing: Kill") == [3.0]
     assert run.strikes == {"Kill rollout": 1}
+
+
+def test_all_relays_end_together_and_come_back_together_with_what_they_held():
+    run = run_with(faults.RelayTierLost(at=4.0))
+    assert len(lines(run, "fault +RelayTierLost .*hits relay-")) == run.strikes["RelayTierLost"] > 1
+    assert len(lines(run, "event +WorkerReplaced worker='relays'")) == 1
+    assert lines(run, r"relay-0#2 -> controller: RelayJoined versions=\[\d.* world='mpirun-2'")
+    assert run.report == "all steps made"
+
+
+def test_a_host_takes_its_store_along():
+    run = run_with(faults.HostLost(at=4.0, relay=1))
+    assert lines(run, "fault +HostLost .*hits relay-1#1") == [4.0]
+    assert lines(run, "fault +HostLost .*hits rollout-1#1") == [4.0]
+    assert lines(run, r"relay-1#2 -> controller: RelayJoined versions=\[\] ")
+    assert run.report == "all steps made"

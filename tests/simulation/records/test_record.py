@@ -75,7 +75,18 @@ class Run:
 
     def publish(self, version):
         self.events.emit(WeightsPublished(policy_version=version, publish_stall_s=0.5, nbytes=8))
-        self.events.emit(WeightsBroadcast(policy_version=version, seconds=0.25, nbytes=8, error=""))
+        self.events.emit(
+            WeightsBroadcast(
+                policy_version=version,
+                seconds=0.25,
+                nbytes=8,
+                received_bytes=8,
+                relays=1,
+                damaged=0,
+                repairs=0,
+                error="",
+            )
+        )
 
     def pull(self, rollout, version, seconds):
         self.rollouts[rollout].enter("pulling")

@@ -7,8 +7,8 @@ from laminar.simulation.models.engine_model import RooflineEngine
 from laminar.simulation.models.hardware import gpu
 from laminar.simulation.models.language_models import language_model
 from laminar.simulation.workers.modelled_worker import Life
-from laminar.simulation.workers.relay_worker import WeightTimes
 from laminar.simulation.workers.rollout_worker import ModelledRollout, TokenArrays
+from laminar.simulation.workers.weight_stores import WeightTimes
 from tests.simulation.small_cluster import experiment, workload
 from tests.simulation.worker_bench import Desk, in_virtual_time
 
@@ -21,7 +21,6 @@ class Bench(Desk):
 
     def __init__(self, *, delta_interval_s=0.5, store=(3,), heartbeat_s=None):
         super().__init__()
-        self.stores.create("relay-0")
         for version in store:
             self.stores.put("relay-0", version, 2)
         self.rollout = ModelledRollout(
@@ -39,7 +38,7 @@ class Bench(Desk):
         await super().tell(self.rollout, message)
 
     async def serve(self, version=3, *, exact=False):
-        await self.tell(messages.Welcome(run_id="r", run_dir="", config="", store=""))
+        await self.tell(messages.Welcome(run_id="r", run_dir="", config="", store="", hop_key=b"", version_bytes=0))
         await self.tell(messages.PullWeights(policy_version=version, store="relay-0", exact=exact))
         answers = [m for m in await self.listen(1.0) if isinstance(m, messages.WeightsPulled | messages.PullFailed)]
         return answers[0]
@@ -77,8 +76,8 @@ async def test_it_says_hello_and_is_ready_after_the_welcome():
     bench = Bench()
     (hello,) = await bench.listen(5)
     assert (hello.kind, hello.index) == ("rollout", 0)
-    await bench.tell(messages.Welcome(run_id="r", run_dir="", config="", store=""))
-    await bench.tell(messages.Welcome(run_id="r", run_dir="", config="", store=""))
+    await bench.tell(messages.Welcome(run_id="r", run_dir="", config="", store="", hop_key=b"", version_bytes=0))
+    await bench.tell(messages.Welcome(run_id="r", run_dir="", config="", store="", hop_key=b"", version_bytes=0))
     said = await bench.listen(5)
     assert [type(message) for message in said] == [messages.Ready]
 

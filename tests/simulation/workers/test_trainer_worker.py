@@ -7,6 +7,7 @@ from laminar.simulation.models.language_models import language_model
 from laminar.simulation.models.trainer_model import TrainerModel
 from laminar.simulation.workers.modelled_worker import Life
 from laminar.simulation.workers.trainer_worker import ModelledTrainer, TrainerTimes
+from laminar.simulation.workers.weight_stores import WeightTimes
 from tests.simulation.worker_bench import Desk, in_virtual_time
 
 TIMES = TrainerTimes(
@@ -16,17 +17,25 @@ TIMES = TrainerTimes(
     publish_s=2.0,
 )
 
+WEIGHT_TIMES = WeightTimes(nbytes=1000, latency_s=0.0, bandwidth=1000.0, pull_s=0.0)
+
 
 async def trainer(desk, ranks=1):
     started = []
     for index in range(ranks):
         started.append(
             ModelledTrainer(
-                desk.network, Life(index=index), times=TIMES, stores=desk.stores, ranks=started, keep_versions=2
+                desk.network,
+                Life(index=index),
+                times=TIMES,
+                stores=desk.stores,
+                ranks=started,
+                weight_times=WEIGHT_TIMES,
+                carriers=desk.carriers,
+                keep_versions=2,
             )
         )
     await desk.welcome(*started)
-    desk.stores.create("relay-0")
     return started
 
 

@@ -104,7 +104,17 @@ async def start(project: Path) -> AsyncIterator[Callable[..., Any]]:
         peer, hello = await asyncio.wait_for(channel.receive(), LIMIT_S)
         assert isinstance(hello, Hello)
         assert (hello.kind, hello.index, hello.pid) == ("environment", 3, process.pid)
-        await channel.send(peer, Welcome(run_id="r", run_dir=str(run_dir), config=config.model_dump_json(), store=""))
+        await channel.send(
+            peer,
+            Welcome(
+                run_id="r",
+                run_dir=str(run_dir),
+                config=config.model_dump_json(),
+                store="",
+                hop_key=b"",
+                version_bytes=0,
+            ),
+        )
         return EnvironmentProcess(channel, process, peer)
 
     yield start_worker

@@ -117,15 +117,33 @@ async def test_seeded_trajectory_goes_on_the_same_after_a_move(engine, tmp_path)
 async def test_another_models_weights_change_nothing(engine, tmp_path):
     expected = await tokens_of(engine, make_request("before", [4, 5, 6]))
     store = WeightStore("torch-engine", "weights", base=tmp_path)
-    for version, layers in ((1, 1), (2, 3)):
-        path = make_model(tmp_path / str(layers), seed=1, layers=layers)
-        state = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    for version, shape, dtype, difference in (
+        (1, {"layers": 1}, torch.float32, r"11 missing \(model\.layers\.1\."),
+        (2, {"layers": 3}, torch.float32, r"11 not of the model \(model\.layers\.2\."),
+        (3, {"hidden": 128}, torch.float32, r"embed_tokens\.weight is float32 \[300, 128\], the model has"),
+        (4, {}, torch.bfloat16, "is bfloat16 .*, the model has float32"),
+        (5, {"tied": False}, torch.float32, r"1 not of the model \(lm_head\.weight\)"),
+    ):
+        path = make_model(tmp_path / str(version), seed=1, **shape)
+        state = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
         with store.begin(version, layout_of(state)) as writer:
             write_tensors(writer, state.items())
             file = writer.commit()
-        with pytest.raises(ValueError, match="is not this model's weights"):
+        with pytest.raises(ValueError, match=f"is not this model's weights: .*{difference}"):
             await engine.load_weights(str(file), version)
     assert await tokens_of(engine, make_request("after", [4, 5, 6])) == expected
+
+
+async def test_a_version_laid_out_for_shards_loads_the_same(engine, tmp_path):
+    path = make_model(tmp_path / "b", seed=1)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    shards = {name: 2 for name in model.state_dict() if name.endswith(("o_proj.weight", "down_proj.weight"))}
+    layout = layout_of(model.state_dict(), shards=shards)
+    with WeightStore("torch-engine", "weights", base=tmp_path).begin(1, layout) as writer:
+        write_tensors(writer, model.state_dict().items())
+        file = writer.commit()
+    await engine.load_weights(str(file), 1)
+    assert await tokens_of(engine, make_request("r", [4, 5, 6])) == greedy(model, [4, 5, 6], 30)
 
 
 async def test_bfloat16(tmp_path):

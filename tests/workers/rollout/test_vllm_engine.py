@@ -9,12 +9,17 @@ import select
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from laminar.weights.store import WeightStore
+from laminar.weights.tensors import layout_of, write_tensors
 from laminar.workers.rollout.engine import EngineSettings, GenerationRequest
 from laminar.workers.rollout.vllm_engine import VllmEngine
 from tests.tiny_models import make_model
@@ -143,3 +148,71 @@ async def test_death_of_the_engine_process_fails_its_streams(model):
     assert engine.load().running == 0
     await engine.close()
     assert not wait_until_gone([core.pid], GONE_SECONDS)
+
+
+async def greedy_of(engine: VllmEngine, name: str) -> tuple[list[int], np.ndarray]:
+    """Tokens and logprobs that follow a few prompts, one after another."""
+    tokens, logprobs = [], []
+    for index in range(4):
+        request = GenerationRequest(
+            request_id=f"{name}-{index}",
+            prompt_token_ids=np.arange(index, 9 + 3 * index, dtype=np.int32),
+            token_ids=np.empty(0, np.int32),
+            max_new_tokens=30,
+            temperature=0.0,
+            top_p=1.0,
+            stop_token_ids=(),
+        )
+        async for delta in engine.generate(request):
+            tokens += delta.token_ids.tolist()
+            logprobs.append(delta.logprobs)
+    return tokens, np.concatenate(logprobs)
+
+
+async def test_shards_of_different_degree_read_one_file_exactly(model, tmp_path):
+    """One version laid out for a degree of 2, and the same laid out plainly, on replicas of degree 1 and 2."""
+    other = make_model(tmp_path / "b", seed=1, hidden=128)
+    state = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).state_dict()
+    strange = AutoModelForCausalLM.from_pretrained(
+        make_model(tmp_path / "c", seed=1, hidden=128, layers=1), dtype=torch.float32
+    ).state_dict()
+    shards = {name: 2 for name in state if name.endswith(("o_proj.weight", "down_proj.weight"))}
+    store = WeightStore("vllm-engine", "weights", base=tmp_path)
+    for version, tensors, layout in (
+        (1, state, layout_of(state, shards=shards)),
+        (2, state, layout_of(state)),
+        (3, strange, layout_of(strange)),
+    ):
+        with store.begin(version, layout) as writer:
+            write_tensors(writer, tensors.items())
+            writer.commit()
+    settings = EngineSettings(
+        model_path=str(model),
+        dtype="float32",
+        context_tokens=64,
+        max_running=4,
+        kv_cache_bytes=16 << 20,
+        tensor_parallel=1,
+        threads=1,
+        seed=0,
+    )
+    found = {}
+    for degree in (1, 2):
+        engine = VllmEngine(replace(settings, tensor_parallel=degree))
+        await engine.start()
+        try:
+            first = await greedy_of(engine, "first")
+            for version in (1, 2):
+                await engine.load_weights(str(store.path(version)), version)
+                found[degree, version] = await greedy_of(engine, str(version))
+            with pytest.raises(ValueError, match="is not this model's weights: .*11 missing"):
+                await engine.load_weights(str(store.path(3)), 3)
+            again = await greedy_of(engine, "again")  # serves what it served
+        finally:
+            await engine.close()
+        assert first[0] != again[0]
+        assert again[0] == found[degree, 2][0]
+        assert found[degree, 1][0] == found[degree, 2][0]
+        assert np.array_equal(found[degree, 1][1], found[degree, 2][1]), "not the same weights, bit for bit"
+    assert found[1, 1][0] == found[2, 1][0]
+    np.testing.assert_allclose(found[1, 1][1], found[2, 1][1], atol=1e-4)

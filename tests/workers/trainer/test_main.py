@@ -84,6 +84,8 @@ class StandInController:
                                 run_dir=str(self.run_dir),
                                 config=self.config.model_dump_json(),
                                 store="relay-0",
+                                hop_key=b"",
+                                version_bytes=0,
                             ),
                         )
                     case Heartbeat():

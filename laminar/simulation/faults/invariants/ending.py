@@ -7,6 +7,7 @@ controller is left, and every worker that it knew was told to end.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,8 @@ class EndsAsItShould(Invariant):
             return "a full disk at the final checkpoint" if failed else ""
         if message.startswith("no rollout is left"):
             return self._no_rollout_left(message)
+        if message.startswith("no relay is left"):
+            return "the loss of every relay, more often than relay.restarts" if self._relays_given_up() else ""
         if "no attempt left" in message:
             return "the environment workers' ends" if self._environment_struck() else ""
         if "for the batch of step" in message:
@@ -138,6 +141,12 @@ class EndsAsItShould(Invariant):
         """It was struck more often than trainer.restarts: each strike can end one attempt."""
         strikes = {(strike.at, strike.fault) for strike in self._strikes if strike.worker.startswith("trainer")}
         return len(strikes) > self.run.config.trainer.restarts
+
+    def _relays_given_up(self) -> bool:
+        """Each was struck more often than relay.restarts: a strike can end an attempt."""
+        relay = self.run.config.relay
+        struck = Counter(strike.worker for strike in self._strikes)
+        return all(struck[f"relay-{rank}"] > relay.restarts for rank in range(relay.count))
 
     def _no_rollout_left(self, message: str) -> str:
         """All of them were lost more often than rollout.restarts allows, or could not come back."""

@@ -59,7 +59,7 @@ class LossesHaveCauses(Invariant):
             if strike.worker != name:
                 continue
             match strike.fault:
-                case faults.Kill() | faults.Fail():
+                case faults.Kill() | faults.Fail() | faults.RelayTierLost() | faults.HostLost():
                     return strike
                 case faults.Hang() | faults.Partition():
                     outage += strike.fault.seconds

@@ -91,7 +91,7 @@ class VersionsGrow(Invariant):
         trainer, relays = self.controller.trainer, self.controller.relays
         if trainer.policy_version != relays.published_version:
             self.fail(f"the trainer is at version {trainer.policy_version}, the relays at {relays.published_version}")
-        for relay in relays.relays:
+        for relay in relays.relays.values():
             held = relay.versions
             if held != sorted(set(held)) or len(held) > relay.keep or (held and held[-1] > trainer.policy_version):
                 self.fail(f"relay-{relay.rank} is said to hold {held}; published: {trainer.policy_version}")

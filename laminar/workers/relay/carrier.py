@@ -1,0 +1,289 @@
+"""The one thread of a process that moves weights over hops; it obeys the controller's `Carry` orders.
+
+    orders (queue) --> [thread: one Transfer, driven by polling] --> WeightsStored, HopFailed, CarryFailed (`report`)
+
+Invariants:
+- Everything that touches MPI, hops and the transfer is done by this thread; without work it is blocked in the queue and
+  burns no CPU. The caller's loop is never blocked.
+- Orders are obeyed in the order of their numbers; one that comes late is ignored.
+- Each failure is reported once, and what has been received stays as long as the order for its version stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from laminar.errors import UserError
+from laminar.protocol.messages import Carry, CarryFailed, CarryProgress, HopFailed, HopOrder, WeightsStored
+from laminar.weights.layout import WeightLayout
+from laminar.weights.store import WeightStore
+from laminar.workers.relay.hop_opener import HopOpener, World
+from laminar.workers.relay.tcp_door import TcpDoor
+from laminar.workers.relay.transfer import Side, Transfer
+
+# Hops move data only while they are called. A few quick calls, then naps: wake-ups that cost less than a chunk; longer
+# ones when nothing has come for a while.
+QUICK_TRIES = 20
+NAP_S, LONG_NAP_S = 50e-6, 500e-6
+SHORT_NAPS = 1000
+SETTLE_LIMIT_S = 1.0  # for which the thread looks after hops that it has closed; then at the next order
+
+log = logging.getLogger("laminar.relay")
+
+Event = WeightsStored | HopFailed | CarryFailed
+
+
+class Carrier:
+    """Carries versions between this process's store and its neighbours."""
+
+    def __init__(
+        self,
+        store: WeightStore,
+        *,
+        hop_key: bytes,
+        keep: int,
+        keep_bytes: int | None = None,
+        world_factory: Callable[[], World] | None = None,
+        door: TcpDoor | None = None,
+        report: Callable[[Event], None],
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            store: the versions of this process.
+            hop_key: secret of the run, for TCP hops.
+            keep: versions to retain.
+            keep_bytes: bytes that they may have together; None for no bound.
+            world_factory: joins the mpirun world, called in the thread; None outside of one.
+            door: where upstream neighbours dial in; None where there never is one (the trainer).
+            report: called in the thread, must not block.
+        """
+        self.world: Future[World | None] = Future()  # as soon as it is joined, or why it was not
+        self.ended: Future[None] = Future()  # the thread has ended: after `close`, or with an error of its own
+        self._store = store
+        self._keep = keep
+        self._keep_bytes = keep_bytes
+        self._report = report
+        self._orders: queue.SimpleQueue[Carry | None] = queue.SimpleQueue()
+        self._progress: CarryProgress | None = None
+        # The rest belongs to the thread.
+        self._ways = HopOpener(hop_key, door)
+        self._newest_order = -1
+        self._transfer: Transfer | None = None
+        self._order: Carry | None = None  # for the transfer
+        self._hops: dict[Side, HopOrder | None] = {"upstream": None, "downstream": None}
+        self._settle_until = 0.0  # time.monotonic()
+        self._began = self._deadline = 0.0  # time.monotonic()
+        self._carried: int | None = None  # version that `_hops` are for; its transfer may be done, and gone
+        self._told_stored = False
+        self._preparing: threading.Thread | None = None
+        for future in (self.world, self.ended):
+            future.set_running_or_notify_cancel()  # nobody who waits can cancel it
+        # A daemon: the process does not wait for a call that hangs in MPI.
+        threading.Thread(target=self._run, args=(world_factory,), name="carrier", daemon=True).start()
+
+    def order(self, carry: Carry) -> None:
+        """Give an order; from any thread."""
+        self._orders.put(carry)
+
+    def close(self) -> None:
+        """Have the thread give up what it does and end; `ended` tells when."""
+        self._orders.put(None)
+
+    @property
+    def progress(self) -> CarryProgress | None:
+        """How far the transfer is; None if none is open. From any thread."""
+        return self._progress
+
+    def _run(self, world_factory: Callable[[], World] | None) -> None:
+        try:
+            self._ways.world = None if world_factory is None else world_factory()
+        except Exception as error:  # belongs to whoever waits for the world
+            self.world.set_exception(error)
+            return
+        self.world.set_result(self._ways.world)
+        try:
+            self._serve()
+        except Exception as error:  # belongs to whoever waits for the end
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(None)
+
+    def _serve(self) -> None:
+        idle = 0
+        while True:
+            try:
+                order = self._next_order()
+                if order is None:
+                    break
+                self._guarded(self._obey, order)
+                idle = 0
+            except queue.Empty:
+                pass
+            if self._order is None:
+                continue
+            idle = 0 if self._guarded(self._step, self._order) else idle + 1
+            if idle > QUICK_TRIES:
+                time.sleep(NAP_S if idle < SHORT_NAPS else LONG_NAP_S)
+        self._give_up()
+        if self._preparing is not None:
+            self._preparing.join()
+
+    def _next_order(self) -> Carry | None:
+        """The next order, None for the end; waits while nothing else can be done. Raises queue.Empty."""
+        transfer = self._transfer
+        if transfer is None:
+            return self._orders.get(timeout=LONG_NAP_S) if self._unsettled() else self._orders.get()
+        if not transfer.connected and not transfer.done:
+            return self._orders.get(timeout=max(self._deadline - time.monotonic(), 0.0))
+        return self._orders.get_nowait()
+
+    def _unsettled(self) -> bool:
+        """Whether closed hops still hold memory, and their neighbours may let go of it soon."""
+        world = self._ways.world
+        return world is not None and time.monotonic() < self._settle_until and not world.settle()
+
+    def _guarded(self, action: Callable[[Carry], bool], order: Carry) -> bool:
+        """Do something for an order; what makes it impossible ends the transfer and is reported."""
+        try:
+            return action(order)
+        except (UserError, ValueError, OSError) as error:
+            log.error("version %d: %s", order.policy_version, error)
+            self._fail(order, str(error))
+            return True
+
+    def _fail(self, order: Carry, error: str) -> None:
+        self._give_up()
+        self._report(CarryFailed(policy_version=order.policy_version, order=order.order, error=error))
+
+    def _obey(self, order: Carry) -> bool:
+        if order.order <= self._newest_order:
+            log.info("order %d comes late, after order %d: ignored", order.order, self._newest_order)
+            return False
+        self._newest_order = order.order
+        now = time.monotonic()
+        if self._carried != order.policy_version:
+            self._give_up()
+            self._began = now
+        if self._transfer is None:
+            self._transfer = Transfer(
+                store=self._store, policy_version=order.policy_version, chunk_bytes=order.chunk_bytes
+            )
+            self._carried = order.policy_version
+            self._told_stored = self._told_stored and self._transfer.stored  # it may have gone since
+        self._order, self._deadline = order, now + order.limit_s
+        transfer = self._transfer
+        if order.upstream is None and not transfer.stored:
+            raise ValueError(
+                f"version {order.policy_version} is not here to be sent: the store has {self._store.versions()}"
+            )
+        delta = order.encoding == "delta"
+        new_upstream = self._replace("upstream", order.upstream)
+        new_downstream = self._replace("downstream", order.downstream)
+        if transfer.stored and (not self._told_stored or (new_upstream and order.upstream is not None)):
+            self._tell_stored(transfer)
+        if new_upstream:
+            transfer.set_upstream(self._ways.upstream(order.upstream), delta=delta)
+        if new_downstream:
+            transfer.set_downstream(self._ways.downstream(order.downstream), delta=delta)
+        self._report_losses(transfer)
+        self._note_progress(transfer, order)
+        return True
+
+    def _replace(self, side: Side, hop: HopOrder | None) -> bool:
+        """Whether the hop on this side is another one than before."""
+        before, self._hops[side] = self._hops[side], hop
+        return (None if hop is None else hop.epoch) != (None if before is None else before.epoch)
+
+    def _step(self, order: Carry) -> bool:
+        """Drive the transfer on; false if nothing could be done."""
+        transfer = self._transfer
+        assert transfer is not None
+        now = time.monotonic()
+        progressed = transfer.advance(now)
+        if progressed:
+            if transfer.stored and not self._told_stored:
+                self._tell_stored(transfer)
+            self._report_losses(transfer)
+            self._note_progress(transfer, order)
+        if transfer.done:
+            self._rest(transfer)
+        elif now > self._deadline:
+            self._fail(
+                order,
+                f"version {order.policy_version} not carried within {order.limit_s:g} s: {transfer.waiting_for()}",
+            )
+        return progressed
+
+    def _tell_stored(self, transfer: Transfer) -> None:
+        self._told_stored = True
+        reception, here = transfer.reception, transfer.version.received_here
+        self._report(
+            WeightsStored(
+                policy_version=transfer.policy_version,
+                seconds=time.monotonic() - self._began if here else 0.0,
+                nbytes=transfer.version.nbytes,
+                received_bytes=reception.nbytes,
+                chunks=transfer.chunks,
+                damaged=reception.damaged,
+                latency_s=reception.latency_s,
+                bytes_per_s=reception.bytes_per_s,
+            )
+        )
+
+    def _report_losses(self, transfer: Transfer) -> None:
+        for side, error in transfer.lost:
+            hop = self._hops[side]
+            if hop is not None:
+                log.warning("version %d: %s", transfer.policy_version, error)
+                self._report(
+                    HopFailed(policy_version=transfer.policy_version, epoch=hop.epoch, peer=hop.peer, error=str(error))
+                )
+        transfer.lost.clear()
+
+    def _note_progress(self, transfer: Transfer, order: Carry) -> None:
+        self._progress = CarryProgress(
+            policy_version=transfer.policy_version,
+            order=order.order,
+            received=transfer.received,
+            sent=transfer.sent,
+            chunks=transfer.chunks,
+        )
+
+    def _rest(self, transfer: Transfer) -> None:
+        """Everything is done until another order comes: let go of all but the memory of which hops are done with."""
+        self._transfer = self._order = self._progress = None
+        self._close(transfer)
+        self._tidy(transfer)
+
+    def _give_up(self) -> None:
+        transfer, self._transfer = self._transfer, None
+        self._progress = self._order = self._carried = None
+        self._hops = {"upstream": None, "downstream": None}
+        self._told_stored = False
+        if transfer is not None:
+            self._close(transfer)
+            if transfer.stored:
+                self._tidy(transfer)
+
+    def _close(self, transfer: Transfer) -> None:
+        transfer.close()
+        self._settle_until = time.monotonic() + SETTLE_LIMIT_S
+
+    def _tidy(self, transfer: Transfer) -> None:
+        """Let old versions go, and have memory ready where the next one will be received."""
+        self._store.retain(self._keep, self._keep_bytes)
+        layout = transfer.version.layout
+        if transfer.version.received_here and layout is not None:
+            self._preparing = threading.Thread(target=self._prepare, args=(layout,), name="prepare", daemon=True)
+            self._preparing.start()
+
+    def _prepare(self, layout: WeightLayout) -> None:
+        with contextlib.suppress(FileNotFoundError):  # the run's memory is gone: it has ended
+            self._store.prepare(layout)
