@@ -9,7 +9,7 @@
   |                 |<--| partial response pool |<--+ TrajectoryDeltas   +-----------+
   |                 |   +-----------------------+                        | relays    |
   |                 |   +-------------------+   +----------------+       +-----------+
-  |                 |-->| experience buffer |-->| trainer driver |--+      ^ Broadcast
+  |                 |-->| experience buffer |-->| trainer driver |--+      ^ Carry
   +-----------------+   +-------------------+   +----------------+  |    +---------------+
         reward            whole groups            TrainStep         +--->| relay manager |
                                                   WeightsPublished       +---------------+

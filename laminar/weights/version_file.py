@@ -32,7 +32,7 @@ from laminar.errors import UserError
 from laminar.weights.layout import WeightLayout
 
 MAGIC = b"LAMINARW"
-FORMAT = 1
+FORMAT = 2
 PAGE_BYTES = 4096
 
 # magic, format, policy version, layout bytes, data offset, data bytes; a CRC-32 of header and layout follows the layout

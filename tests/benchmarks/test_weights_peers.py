@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
+import peer_job
 import pytest
+import weights_peers
 
-from benchmarks import weights_peers
 from laminar.errors import UserError
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,12 +33,12 @@ def a_receiver_dies(place, words):
 
 def test_bytes_that_do_not_arrive_are_noticed(tmp_path):
     with pytest.raises(RuntimeError, match="nothing-1 does not hold the bytes of round 0"):
-        weights_peers._measure("nothing", nothing_travels, 2, 1, 1, tmp_path)
+        peer_job.measure("nothing", nothing_travels, 2, 1, 1, tmp_path)
 
 
 def test_a_process_that_dies_is_named(tmp_path):
     with pytest.raises(RuntimeError, match="dead-1 ended with 3"):
-        weights_peers._measure("dead", a_receiver_dies, 2, 1, 1, tmp_path)
+        peer_job.measure("dead", a_receiver_dies, 2, 1, 1, tmp_path)
 
 
 def test_what_is_missing_is_said_with_the_remedy(monkeypatch, tmp_path):
