@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+from pathlib import Path
 
 import pytest
 
@@ -93,9 +94,8 @@ def test_a_case_that_fails_in_another_process_fails_the_study(tmp_path, monkeypa
     with pytest.raises(Exception, match="kv_capacity_tokens: 10"):
         run_study(config, cases, processes=2)
     own = [process for process in multiprocessing.active_children() if process not in before]
-    for process in own:
-        process.join(10)  # it was told to end
-    assert [process for process in own if process.is_alive()] == []
+    # Not by `is_alive`: two threads wait for a process of the pool, and the one that comes second never learns of its end.
+    assert [process for process in own if Path(f"/proc/{process.pid}").exists()] == []
 
 
 def test_every_constant_is_among_the_assumptions_with_its_source(result):
