@@ -123,7 +123,8 @@ class RelayChain:
         member = self._members.pop(name, None)
         if member is None:
             return []
-        self.left_out[name] = reason
+        if not member.stored:
+            self.left_out[name] = reason
         self.repairs += 1
         self._hops = {pair: hop for pair, hop in self._hops.items() if name not in pair}
         return self._arrange(now)
@@ -151,7 +152,9 @@ class RelayChain:
         return [] if pair is None else self._try_again(now, pair, message.error)
 
     def carry_failed(self, now: float, name: str, message: CarryFailed) -> Orders:
-        """A member has given up."""
+        """A member has given up; one that was taken for a holder does not hold it."""
+        if name in self._members:
+            self._members[name].stored = False
         return self.lost(now, name, message.error)
 
     def look(self, now: float) -> Orders:

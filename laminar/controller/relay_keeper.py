@@ -32,7 +32,7 @@ class RelayKeeper:
         *,
         restart: Callable[[str, str], Awaitable[None]],
     ) -> None:
-        """`restart` starts "relay-2", or "relays" for the whole tier; it raises WorkerLost for what was started by hand."""
+        """`restart` starts "relay-2", or "relays" for the whole tier; those started by hand are only waited for."""
         self._registry = registry
         self._events = events
         self._manager = manager
@@ -40,6 +40,7 @@ class RelayKeeper:
         self._tier = [f"relay-{rank}" for rank in range(config.relay.count)]
         self._max_restarts = config.relay.restarts
         self._limit_s = config.controller.start_timeout_s
+        self._by_hand = config.launch.relays == "manual"  # whoever started them brings them back (relays.sh)
         self._due = asyncio.Event()
         self._lost: dict[str, str] = {}  # to be brought back -> why
         self._tier_lost = ""  # why the whole tier is to be started anew
@@ -99,9 +100,10 @@ class RelayKeeper:
                     return  # others of it may still come; those that were lost are started alone
                 await self._rest(what)
             self._restarts[what] += 1
-            self._events.emit(WorkerReplaced(worker=what, reason=reason))
             try:
-                await self._restart(what, reason)
+                if not self._by_hand:
+                    self._events.emit(WorkerReplaced(worker=what, reason=reason))
+                    await self._restart(what, reason)
                 await self._registry.wait_until_ready(self._limit_s, names)
             except (WorkerLost, RunFailed) as error:
                 reason = str(error)

@@ -149,6 +149,7 @@ class RelayManager:
             await self._until_done(chain)
         finally:
             self.chain = None
+            self._orders.clear()  # what was not sent is about this chain
         self._report(chain, self._now() - started)
 
     async def _until_done(self, chain: RelayChain) -> None:

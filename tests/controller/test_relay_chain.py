@@ -249,6 +249,7 @@ class AnySequence(RuleBasedStateMachine):
         name = self.any_member(data)
         before = set(self.chain.members)
         failed = messages.CarryFailed(policy_version=7, order=0, error="no room")
+        self.has_it.discard(name)
         orders = self.chain.carry_failed(self.now, name, failed)
         self.leave_out(before)
         self.take(orders)
@@ -263,7 +264,7 @@ class AnySequence(RuleBasedStateMachine):
 
     def leave_out(self, before):
         for name in before - set(self.chain.members):
-            assert name in self.chain.left_out
+            assert (name in self.chain.left_out) == (name not in self.has_it)  # who has it lacks nothing
             self.has_it.discard(name)
             self.told.pop(name, None)
 

@@ -199,6 +199,16 @@ def test_a_killed_relay_comes_back_and_gets_the_newest_version(rank):
     assert run.run.workers[f"relay-{rank}"].life.number == 2
 
 
+def test_relays_that_were_started_by_hand_are_waited_for_when_all_are_lost():
+    config = experiment(trainer__steps=10, relay__count=2, launch__relays="manual")
+    run = Recorded(config, options=RunOptions(restart_s=0.5))
+    run.at(2.4, lambda made: made.supervisor.lose_tier())
+    run.at(4.0, lambda made: [made.supervisor.start(f"relay-{rank}") for rank in (0, 1)])
+    run.to_the_end()
+    check_trained(run, config)
+    assert not [event for event in run.of(event_types.WorkerReplaced) if event.worker.startswith("relay")]
+
+
 def test_a_single_relay_may_die_any_number_of_times_if_publishes_lie_between():
     config = experiment(trainer__steps=16, relay__count=1, relay__restarts=1)
     run = Recorded(config, options=RunOptions(restart_s=0.5))
