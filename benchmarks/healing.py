@@ -52,16 +52,22 @@ async def _round(tier: RelayTier, victim: str, moment: float | None) -> dict[str
     else:
         await asyncio.sleep(moment)
     under_way = not any(event.policy_version == tier.version for event in tier.broadcasts)
+    pid = tier.registry.workers[victim].pid
+
+    def noticed() -> bool:
+        worker = tier.registry.workers.get(victim)
+        return worker is None or worker.pid != pid
+
     began = time.perf_counter()
     tier.signal(victim, signal.SIGKILL)
     if moment is None:
-        await tier.until(lambda: victim not in tier.registry.workers, 10)
+        await tier.until(noticed, 10)
     else:
         await tier.everywhere(survivors)
     seconds = time.perf_counter() - began
     sums = {tier.checksum(int(name.removeprefix("relay-")), tier.version) for name in survivors}
-    await tier.until(lambda: len(tier.manager.present()) > len(survivors), 60)  # it comes back, and gets the version
-    await tier.everywhere()
+    await tier.until(noticed, 10)
+    await tier.everywhere({*survivors, victim})  # it comes back, and gets the version
     return {"seconds": seconds, "completed": len(sums) == 1, "hit": under_way}
 
 

@@ -129,8 +129,9 @@ class RelayTier:
         """Wait until these relays, or all that are there, hold the newest version."""
 
         def hold() -> bool:
-            wanted = [r for r in self.manager.present() if names is None or r.name in names]
-            return bool(wanted) and all(relay.holds(self.version) for relay in wanted)
+            there = {relay.name: relay for relay in self.manager.present()}
+            wanted = there.keys() if names is None else names
+            return bool(wanted) and all(name in there and there[name].holds(self.version) for name in wanted)
 
         await self.until(hold, BROADCAST_LIMIT_S)
 
