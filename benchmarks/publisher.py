@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from laminar.protocol.messages import Carry, PublishWeights, WeightsPublished
+from laminar.protocol.messages import BroadcastEnded, Carry, PublishWeights, WeightsPublished
 from laminar.weights.layout import WeightLayout
 from laminar.weights.store import WeightStore
 from laminar.workers.relay.carrier_session import CarrierSession
@@ -45,13 +45,14 @@ async def serve(session: WorkerSession) -> None:
     """Publish when told to, and send what relays lack."""
     store = WeightStore(session.welcome.run_id, session.welcome.store)
     weights = MadeUpWeights(session.welcome.version_bytes)
-    sending = CarrierSession(session, store)
+    sending = CarrierSession(session, store, make_room=lambda: store.prepare(weights.layout))
+    sending.make_room()
     reports = asyncio.create_task(sending.report_forever(), name="reports")
     await session.ready("made-up weights")
     async for message in session.messages():
         match message:
-            case Carry():
-                sending.order(message)
+            case Carry() | BroadcastEnded():
+                sending.take(message)
             case PublishWeights():
                 seconds = weights.write(store, message.policy_version, session.config.relay.keep_versions)
                 await session.send(
@@ -61,7 +62,6 @@ async def serve(session: WorkerSession) -> None:
                         nbytes=session.welcome.version_bytes,
                     )
                 )
-                await asyncio.to_thread(store.prepare, weights.layout)
     reports.cancel()
 
 

@@ -30,6 +30,7 @@ from laminar.weights.store import WeightStore
 
 START_LIMIT_S = 120.0
 BROADCAST_LIMIT_S = 120.0
+POLL_S = 0.05
 RELAY = [sys.executable, "-m", "laminar.workers.relay.main"]
 
 
@@ -142,6 +143,17 @@ class RelayTier:
                 self._broadcast_ended.clear()
                 await self._broadcast_ended.wait()
         return over[0]
+
+    async def memory_ready(self) -> None:
+        """Wait until all have memory for the next version, as in a run, where a step takes longer than that."""
+        stores = {store_name(relay.rank) for relay in self.manager.present()} | {store_name(MASTER)}
+        async with asyncio.timeout(BROADCAST_LIMIT_S):
+            while not all(self._is_ready(store) for store in stores):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)  # the memory of other processes tells nobody
+
+    def _is_ready(self, store: str) -> bool:
+        prepared = (run_memory.run_directory(self._run_id) / store).glob(".prepared-*.partial")
+        return any(path.stat().st_blocks * 512 >= self._nbytes for path in prepared)
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a worker's process."""

@@ -91,6 +91,7 @@ async def measure_chain(length: int, mib: int, repeats: int) -> dict[str, float]
         for _ in range(repeats + 1):  # the first makes connections and has no memory prepared
             await tier.publish()
             times["chain"].append((await tier.broadcast_over(tier.version)).seconds)
+            await tier.memory_ready()
             times["copy"].append(seconds(lambda: np.copyto(target, source)))
         sums = {tier.checksum(rank, tier.version) for rank in range(length)}
         latency_s = median(relay.last.latency_s for relay in tier.manager.relays.values() if relay.last is not None)

@@ -9,6 +9,7 @@ that it has written.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -20,7 +21,15 @@ from laminar.controller.relay_chain import Node, Numbers, Orders, RelayChain
 from laminar.controller.worker_registry import Worker, WorkerRegistry
 from laminar.errors import RunFailed, WorkerLost
 from laminar.observability.events import EventBus, Notice, WeightsBroadcast
-from laminar.protocol.messages import Carry, CarryFailed, CarryProgress, HopFailed, RelayJoined, WeightsStored
+from laminar.protocol.messages import (
+    BroadcastEnded,
+    Carry,
+    CarryFailed,
+    CarryProgress,
+    HopFailed,
+    RelayJoined,
+    WeightsStored,
+)
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0  # after a broadcast that left relays out; doubles
 LOOKS_PER_LIMIT = 4  # at a broadcast under way, within relay.stall_limit_s
@@ -151,6 +160,9 @@ class RelayManager:
             self.chain = None
             self._orders.clear()  # what was not sent is about this chain
         self._report(chain, self._now() - started)
+        for name in (TRAINER, *(relay.name for relay in self.present())):
+            with contextlib.suppress(WorkerLost):  # the registry tells of the loss
+                await self._registry.send(name, BroadcastEnded(policy_version=version))
 
     async def _until_done(self, chain: RelayChain) -> None:
         """Send the chain's orders, and look after it, until all have the version or the time is up."""

@@ -209,6 +209,16 @@ class Carry:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class BroadcastEnded:
+    """Every relay has the version, or was given up: time to let old versions go, and to have memory ready for the next.
+
+    Not earlier: zeroing memory takes the bandwidth that the chunks need.
+    """
+
+    policy_version: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class CarryProgress:
     """How far a transfer is; sent a few times a second as long as it lasts, so that silence tells a stalled relay."""
 
@@ -412,6 +422,7 @@ MESSAGE_TYPES: tuple[type, ...] = (
     PullFailed,
     RelayJoined,
     Carry,
+    BroadcastEnded,
     CarryProgress,
     WeightsStored,
     HopFailed,

@@ -63,7 +63,7 @@ class ModelledRelay(ModelledWorker):
         """See `ModelledWorker`."""
         if isinstance(message, messages.Carry):
             self.carrier.obey(message)
-        else:
+        elif not isinstance(message, messages.BroadcastEnded):  # memory that is zeroed in time costs no time here
             super().handle(message)
 
     def freeze(self) -> None:

@@ -92,6 +92,8 @@ class ModelledTrainer(ModelledWorker):
         if isinstance(message, messages.Carry) and self._carrier is not None:
             self._carrier.obey(message)  # a thread of its own: not in line with the orders
             return
+        if isinstance(message, messages.BroadcastEnded):  # memory that is zeroed in time costs no time here
+            return
         self._orders.append(message)
         if not self._busy:
             self._next()

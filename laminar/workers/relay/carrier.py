@@ -27,11 +27,11 @@ from laminar.workers.relay.hop_opener import HopOpener, World
 from laminar.workers.relay.tcp_door import TcpDoor
 from laminar.workers.relay.transfer import Side, Transfer
 
-# Hops move data only while they are called. A few quick calls, then naps: wake-ups that cost less than a chunk; longer
-# ones when nothing has come for a while.
-QUICK_TRIES = 20
-NAP_S, LONG_NAP_S = 50e-6, 500e-6
-SHORT_NAPS = 1000
+# Hops move data only while they are called. Calls without a pause at first, then naps that grow with the time waited: they
+# delay what comes by little, and many relays on few cores do not take the cores from each other.
+EAGER_S = 50e-6
+NAP_SHARE = 0.25  # of the time waited so far
+LONG_NAP_S = 500e-6
 SETTLE_LIMIT_S = 1.0  # for which the thread looks after hops that it has closed; then at the next order
 
 log = logging.getLogger("laminar.relay")
@@ -72,6 +72,7 @@ class Carrier:
         self._report = report
         self._orders: queue.SimpleQueue[Carry | None] = queue.SimpleQueue()
         self._progress: CarryProgress | None = None
+        self._received_layout: WeightLayout | None = None  # of the last version that came over a hop
         # The rest belongs to the thread.
         self._ways = HopOpener(hop_key, door)
         self._newest_order = -1
@@ -82,7 +83,6 @@ class Carrier:
         self._began = self._deadline = 0.0  # time.monotonic()
         self._carried: int | None = None  # version that `_hops` are for; its transfer may be done, and gone
         self._told_stored = False
-        self._preparing: threading.Thread | None = None
         for future in (self.world, self.ended):
             future.set_running_or_notify_cancel()  # nobody who waits can cancel it
         # A daemon: the process does not wait for a call that hangs in MPI.
@@ -95,6 +95,14 @@ class Carrier:
     def close(self) -> None:
         """Have the thread give up what it does and end; `ended` tells when."""
         self._orders.put(None)
+
+    def make_room(self) -> None:
+        """Let old versions go, and have memory ready where the next one will be received. Takes long; from any thread."""
+        self._store.retain(self._keep, self._keep_bytes)
+        layout = self._received_layout
+        if layout is not None:
+            with contextlib.suppress(FileNotFoundError):  # the run's memory is gone: it has ended
+                self._store.prepare(layout)
 
     @property
     def progress(self) -> CarryProgress | None:
@@ -116,24 +124,26 @@ class Carrier:
             self.ended.set_result(None)
 
     def _serve(self) -> None:
-        idle = 0
+        idle_since: float | None = None  # time.monotonic()
         while True:
             try:
                 order = self._next_order()
                 if order is None:
                     break
                 self._guarded(self._obey, order)
-                idle = 0
+                idle_since = None
             except queue.Empty:
                 pass
             if self._order is None:
                 continue
-            idle = 0 if self._guarded(self._step, self._order) else idle + 1
-            if idle > QUICK_TRIES:
-                time.sleep(NAP_S if idle < SHORT_NAPS else LONG_NAP_S)
+            if self._guarded(self._step, self._order):
+                idle_since = None
+                continue
+            now = time.monotonic()
+            idle_since = now if idle_since is None else idle_since
+            if now - idle_since > EAGER_S:
+                time.sleep(min(NAP_SHARE * (now - idle_since), LONG_NAP_S))
         self._give_up()
-        if self._preparing is not None:
-            self._preparing.join()
 
     def _next_order(self) -> Carry | None:
         """The next order, None for the end; waits while nothing else can be done. Raises queue.Empty."""
@@ -224,6 +234,8 @@ class Carrier:
     def _tell_stored(self, transfer: Transfer) -> None:
         self._told_stored = True
         reception, here = transfer.reception, transfer.version.received_here
+        if here:
+            self._received_layout = transfer.version.layout  # known before the controller can call for `make_room`
         self._report(
             WeightsStored(
                 policy_version=transfer.policy_version,
@@ -260,7 +272,6 @@ class Carrier:
         """Everything is done until another order comes: let go of all but the memory of which hops are done with."""
         self._transfer = self._order = self._progress = None
         self._close(transfer)
-        self._tidy(transfer)
 
     def _give_up(self) -> None:
         transfer, self._transfer = self._transfer, None
@@ -269,21 +280,7 @@ class Carrier:
         self._told_stored = False
         if transfer is not None:
             self._close(transfer)
-            if transfer.stored:
-                self._tidy(transfer)
 
     def _close(self, transfer: Transfer) -> None:
         transfer.close()
         self._settle_until = time.monotonic() + SETTLE_LIMIT_S
-
-    def _tidy(self, transfer: Transfer) -> None:
-        """Let old versions go, and have memory ready where the next one will be received."""
-        self._store.retain(self._keep, self._keep_bytes)
-        layout = transfer.version.layout
-        if transfer.version.received_here and layout is not None:
-            self._preparing = threading.Thread(target=self._prepare, args=(layout,), name="prepare", daemon=True)
-            self._preparing.start()
-
-    def _prepare(self, layout: WeightLayout) -> None:
-        with contextlib.suppress(FileNotFoundError):  # the run's memory is gone: it has ended
-            self._store.prepare(layout)

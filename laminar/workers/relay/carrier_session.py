@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from laminar.protocol.messages import Carry
+from laminar.protocol.messages import BroadcastEnded, Carry
 from laminar.weights.store import WeightStore
 from laminar.workers.relay.carrier import Carrier, Event
 from laminar.workers.relay.hop_opener import World
@@ -33,7 +33,9 @@ class CarrierSession:
         *,
         world_factory: Callable[[], World] | None = None,
         door: TcpDoor | None = None,
+        make_room: Callable[[], object] | None = None,
     ) -> None:
+        """`make_room`: called in a thread when a broadcast is over; the carrier's own if not given."""
         config = session.config.relay
         loop = asyncio.get_running_loop()
         self._session = session
@@ -53,9 +55,19 @@ class CarrierSession:
             report=report,
         )
 
-    def order(self, carry: Carry) -> None:
-        """Hand an order of the controller to the carrier."""
-        self.carrier.order(carry)
+        self._make_room = make_room or self.carrier.make_room
+        self._room_due = asyncio.Event()
+
+    def take(self, message: Carry | BroadcastEnded) -> None:
+        """Obey the controller."""
+        if isinstance(message, Carry):
+            self.carrier.order(message)
+        else:
+            self.make_room()
+
+    def make_room(self) -> None:
+        """Have memory ready for the next version, soon."""
+        self._room_due.set()
 
     async def report_forever(self) -> None:
         """Send what the carrier reports, and its progress a few times a second while a transfer is open.
@@ -66,12 +78,13 @@ class CarrierSession:
         ended = asyncio.wrap_future(self.carrier.ended)
         events = asyncio.create_task(self._send_events(), name="reports of the carrier")
         progress = asyncio.create_task(self._send_progress(), name="progress of the carrier")
+        room = asyncio.create_task(self._make_room_forever(), name="memory for the next version")
         try:
-            done, _ = await asyncio.wait([ended, events, progress], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([ended, events, progress, room], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            for task in (events, progress):
+            for task in (events, progress, room):
                 task.cancel()
 
     async def _send_events(self) -> None:
@@ -79,6 +92,12 @@ class CarrierSession:
             event = await self._events.get()
             log.info("%s", event)
             await self._session.send(event)
+
+    async def _make_room_forever(self) -> None:
+        while True:
+            await self._room_due.wait()
+            self._room_due.clear()
+            await asyncio.to_thread(self._make_room)
 
     async def _send_progress(self) -> None:
         while True:

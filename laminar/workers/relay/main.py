@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from laminar.config.store_room import check_store_room
 from laminar.errors import RunFailed, UserError
 from laminar.protocol.connection import CONNECTION_FILE, Connection
-from laminar.protocol.messages import Carry, RelayJoined
+from laminar.protocol.messages import BroadcastEnded, Carry, RelayJoined
 from laminar.weights.store import WeightStore
 from laminar.workers.relay.carrier import Carrier
 from laminar.workers.relay.carrier_session import CarrierSession
@@ -62,9 +62,9 @@ async def serve(session: WorkerSession, *, connect: Path, mpirun: int | None) ->
             place = "without MPI" if world is None else f"{world.rank} of {world.size}, {world.library}"
             await session.ready(f"relay {place}, at {joined.address}, store {store.directory}")
             async for message in session.messages():
-                if not isinstance(message, Carry):
+                if not isinstance(message, Carry | BroadcastEnded):
                     raise RuntimeError(f"a relay has no use for {type(message).__name__}")
-                carrying.order(message)
+                carrying.take(message)
             for task in tasks:
                 task.cancel()
     except ExceptionGroup as failures:

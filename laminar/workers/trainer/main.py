@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from transformers.utils.logging import disable_progress_bar
 
 from laminar.protocol.messages import (
+    BroadcastEnded,
     Carry,
     CheckpointLoaded,
     LoadCheckpoint,
@@ -52,12 +53,9 @@ async def serve(session: WorkerSession) -> None:
     actor = await in_thread(lambda: Actor(config, ranks))
     store = WeightStore(welcome.run_id, welcome.store) if ranks.rank == 0 else None
     publisher = await in_thread(lambda: Publisher(actor, store, keep=config.relay.keep_versions))
-    preparing = asyncio.create_task(asyncio.to_thread(publisher.prepare), name="prepare the next publish")
     await session.ready(actor.describe())
 
     async def publish(policy_version: int) -> None:
-        nonlocal preparing
-        await preparing
         published = await in_thread(lambda: publisher.publish(policy_version))
         if ranks.rank == 0:
             await session.send(
@@ -65,7 +63,6 @@ async def serve(session: WorkerSession) -> None:
                     policy_version=policy_version, publish_stall_s=published.seconds, nbytes=published.nbytes
                 )
             )
-        preparing = asyncio.create_task(asyncio.to_thread(publisher.prepare), name="prepare the next publish")
 
     async def train(message: TrainStep) -> None:
         started = time.perf_counter()
@@ -102,12 +99,13 @@ async def serve(session: WorkerSession) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(work_off(orders), name="orders")
-            sending = None if store is None else CarrierSession(session, store)
+            sending = None if store is None else CarrierSession(session, store, make_room=publisher.prepare)
             if sending is not None:
+                sending.make_room()
                 reporting = group.create_task(sending.report_forever(), name="reports of broadcasts")
             async for message in session.messages():
-                if isinstance(message, Carry) and sending is not None:  # goes on beside the training
-                    sending.order(message)
+                if isinstance(message, Carry | BroadcastEnded) and sending is not None:  # goes on beside the training
+                    sending.take(message)
                 else:
                     orders.put_nowait(message)
             orders.put_nowait(None)
@@ -115,7 +113,6 @@ async def serve(session: WorkerSession) -> None:
                 reporting.cancel()
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures
-    await preparing
     await in_thread(ranks.close)
 
 

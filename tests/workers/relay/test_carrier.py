@@ -131,6 +131,10 @@ def test_versions_go_down_the_chain_as_deltas_and_old_ones_go(tier):
                 assert stored.received_bytes == full if version == 0 else stored.received_bytes < full / 20
             else:
                 assert (stored.seconds, stored.received_bytes) == (0, 0)
+        for worker in workers:  # the broadcast is over
+            worker.carrier.make_room()
+            prepared = list(worker.store.directory.glob(".prepared-*.partial"))
+            assert len(prepared) == (0 if worker is workers[0] else 1)  # only where versions are received
     for worker in workers:
         worker.carrier.close()
     wait([worker.carrier.ended for worker in workers], timeout=LIMIT_S)

@@ -21,6 +21,7 @@ from laminar.errors import RunFailed
 from laminar.protocol.channel import PeerClosed
 from laminar.protocol.connection import Connection, CurveKeys
 from laminar.protocol.messages import (
+    BroadcastEnded,
     Carry,
     CarryProgress,
     Heartbeat,
@@ -286,7 +287,11 @@ async def versions_arrive(controller):
             assert (said[relay].nbytes, said[relay].chunks, said[relay].damaged) == (LAYOUT.total_bytes, CHUNKS, 0)
             assert said[relay].received_bytes == FULL_BYTES  # the versions have nothing in common
             assert 0 < said[relay].latency_s < said[relay].seconds
-    assert controller.store(1).versions() == [2, 3]
+    for relay in (0, 1, 2):
+        await controller.channel.send(controller.peers[relay], BroadcastEnded(policy_version=3))
+    async with asyncio.timeout(10):
+        while any(controller.store(relay).versions() != [2, 3] for relay in (0, 1, 2)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # unlinking a file tells nobody
 
 
 async def a_late_relay_joins_by_tcp_over_a_bad_link(controller):
