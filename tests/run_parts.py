@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from laminar.config.algorithm_schema import DynamicSamplingConfig
 from laminar.config.schema import BufferConfig, ExperimentConfig
 from laminar.controller.checkpoints import Checkpoints
+from laminar.controller.dynamic_sampling import DynamicSampling
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
@@ -166,7 +168,9 @@ class HandView:
         )
         self.rollouts = HandRollouts()
         self.trainer = HandTrainer(clock=StateClock("trajectories", self.now))
-        self.buffer = ExperienceBuffer(self.events, BufferConfig(), steps=4)
+        self.buffer = ExperienceBuffer(
+            self.events, BufferConfig(), DynamicSampling(DynamicSamplingConfig(), groups_per_step=4), steps=4
+        )
         self.pool = PartialResponsePool()
         self.prompts = PromptPool(_no_prompts, self.events, max_prompt_tokens=64, low_water=4)
         self.control = RunControl()

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from laminar.algorithms.numerics import LOG_RATIO_LIMIT, at_least_float32, check_normalizer, check_shapes
+from laminar.algorithms.numerics import LOG_RATIO_LIMIT, at_least_float32, check_shapes
 from laminar.algorithms.token_metrics import TokenMetrics, masked_max, masked_sum
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -74,27 +74,26 @@ def mismatch_kl(
 
 
 def reference_kl(
-    logprobs: torch.Tensor,  # float [B, T] or [N], with gradient
-    reference_logprobs: torch.Tensor,  # float, same shape, without gradient
-    loss_mask: torch.Tensor,  # bool or 0/1, same shape
+    logprobs: torch.Tensor,  # float [N], with gradient where it is a term of the loss
+    reference_logprobs: torch.Tensor,  # float [N], without gradient
+    loss_mask: torch.Tensor,  # bool or 0/1 [N]
     *,
     estimator: KLEstimator = "k3",
-    normalizer: float,
 ) -> tuple[torch.Tensor, ReferenceKLMetrics]:
-    """Loss term (shape []) `sum of estimated KL(policy || reference) / normalizer`, without coefficient, and metrics.
+    """Estimate of KL(policy || reference) at each token, float [N], 0 at masked ones, and metrics.
 
-    `normalizer` as in `policy_loss`. The gradient is that of the estimate itself, as in GRPO: per token
-    `(1 - p_ref / p) * grad log p` for k3 and `(log p - log p_ref) * grad log p` for k2. Over tokens of the policy
-    itself, k2's is in expectation the gradient of KL(policy || reference) and k3's that of KL(reference || policy);
-    k1's is `grad log p`, zero in expectation whatever the reference: a measure, not a penalty.
+    In the loss the gradient is that of the estimate itself, as in GRPO: per token `(1 - p_ref / p) * grad log p` for k3 and
+    `(log p - log p_ref) * grad log p` for k2. Over tokens of the policy itself, k2's is in expectation the gradient of
+    KL(policy || reference) and k3's that of KL(reference || policy); k1's is `grad log p`, zero in expectation whatever the
+    reference: there it is a measure, not a penalty. In the reward it is k1 that is unbiased.
     Log-ratios are clamped to +-20, beyond which there is no gradient.
 
-    Source: GRPO, DeepSeekMath (arXiv 2402.03300) equation 4.
+    Source: GRPO, DeepSeekMath (arXiv 2402.03300) equation 4; in the reward, Ouyang et al. 2022 (arXiv 2203.02155)
+    equation 2.
 
-    Raises ValueError for shapes that differ, an unknown estimator, and a normalizer that is not above 0.
+    Raises ValueError for shapes that differ and an unknown estimator.
     """
     check_shapes(logprobs=logprobs, reference_logprobs=reference_logprobs, loss_mask=loss_mask)
-    check_normalizer(normalizer)
     mask = loss_mask.bool()
     difference = torch.where(mask, at_least_float32(reference_logprobs.detach()) - at_least_float32(logprobs), 0.0)
     per_token = _estimate(difference, estimator)
@@ -102,7 +101,7 @@ def reference_kl(
         tokens=masked_sum(torch.ones_like(per_token), mask),
         kl_sum=masked_sum(per_token, mask),
     )
-    return torch.where(mask, per_token, 0.0).sum() / normalizer, metrics
+    return per_token, metrics
 
 
 def _estimate(difference: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:

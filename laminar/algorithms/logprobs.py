@@ -35,23 +35,18 @@ def token_logprobs(
     return flat.view(targets.shape)
 
 
-@torch.no_grad()
 def token_entropy(
     logits: torch.Tensor,  # float [..., T, V]
     temperature: float = 1.0,
 ) -> torch.Tensor:  # float32 [..., T] (float64 for float64 logits)
-    """Entropy in nats of `softmax(logits / temperature)` at every position, without gradient.
+    """Entropy in nats of `softmax(logits / temperature)` at every position, differentiable (once) in the logits.
 
     Raises ValueError for a temperature that is not above 0.
     """
     _check_temperature(temperature)
     rows = logits.reshape(-1, logits.shape[-1])
-    entropy = torch.empty(len(rows), dtype=_wide(logits), device=logits.device)
-    for chunk in _chunks(rows):
-        log_probabilities = torch.log_softmax(rows[chunk].to(entropy.dtype) / temperature, dim=-1)
-        # entr(p) = -p log p, with 0 for p = 0, where p * log p would be 0 * -inf.
-        entropy[chunk] = torch.special.entr(log_probabilities.exp()).sum(-1)
-    return entropy.view(logits.shape[:-1])
+    flat: torch.Tensor = _TokenEntropy.apply(rows, temperature)  # type: ignore[no-untyped-call]
+    return flat.view(logits.shape[:-1])
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -81,6 +76,35 @@ class _TokenLogprobs(torch.autograd.Function):
             gradient.scatter_add_(-1, targets[chunk, None], scale[chunk, None])
             result[chunk] = gradient.to(rows.dtype)
         return result, None, None
+
+
+class _TokenEntropy(torch.autograd.Function):
+    """Keeps the logits and the entropies for the backward pass, and no softmax."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, temperature: float) -> torch.Tensor:
+        entropy = torch.empty(len(rows), dtype=_wide(rows), device=rows.device)
+        for chunk in _chunks(rows):
+            log_probabilities = torch.log_softmax(rows[chunk].to(entropy.dtype) / temperature, dim=-1)
+            # entr(p) = -p log p, with 0 for p = 0, where p * log p would be 0 * -inf.
+            entropy[chunk] = torch.special.entr(log_probabilities.exp()).sum(-1)
+        ctx.save_for_backward(rows, entropy)
+        ctx.temperature = temperature
+        return entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        rows, entropy = ctx.saved_tensors
+        scale = gradients[0].to(entropy.dtype) / ctx.temperature  # [N]
+        result = torch.empty_like(rows)
+        for chunk in _chunks(rows):
+            # d entropy / d logits = -p * (log p + entropy) / temperature, in which p log p is -entr(p)
+            log_probabilities = torch.log_softmax(rows[chunk].to(entropy.dtype) / ctx.temperature, dim=-1)
+            probabilities = log_probabilities.exp_()
+            gradient = torch.special.entr(probabilities).sub_(probabilities.mul_(entropy[chunk, None]))
+            result[chunk] = gradient.mul_(scale[chunk, None]).to(rows.dtype)
+        return result, None
 
 
 def _chunks(rows: torch.Tensor) -> Iterator[slice]:

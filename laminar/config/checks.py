@@ -7,19 +7,19 @@ no one could know before starting.
 from __future__ import annotations
 
 import difflib
-import re
 import string
 from collections.abc import Iterator
 from pathlib import Path
 
 from laminar.config import machine, mpi_installation, store_room
+from laminar.config.algorithm import ADVANTAGES, LOSSES, algorithm_problems
 from laminar.config.model_folder import ModelShape, read_model_folder
 from laminar.config.problems import raise_problems
 from laminar.config.schema import ExperimentConfig, JsonlSource
+from laminar.config.user_function import DOTTED_PATH, check_function
 from laminar.errors import UserError
 
 BUILT_IN_REWARDS = ("reasoning_gym", "exact", "numeric")
-DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 # Limits of vLLM 0.32 on CPU: what its CPU attention was compiled for.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -36,7 +36,15 @@ def check_config(config: ExperimentConfig) -> None:
     """
     raise_problems(
         f"experiment {config.name}",
-        [*_batch(config), *_prompts(config), *_reward(config), *_limits(config), *_repack(config), *_degrees(config)],
+        [
+            *_batch(config),
+            *_prompts(config),
+            *_reward(config),
+            *algorithm_problems(config),
+            *_limits(config),
+            *_repack(config),
+            *_degrees(config),
+        ],
     )
 
 
@@ -48,7 +56,7 @@ def check_machine(config: ExperimentConfig) -> None:
     Raises:
         UserError: one text with everything that is missing or too small.
     """
-    problems = [*_installed(config), *_files(config)]
+    problems = [*_installed(config), *_files(config), *_own_functions(config)]
     try:
         shape = read_model_folder(Path(config.model.path), "model.path")
     except UserError as error:
@@ -60,9 +68,9 @@ def check_machine(config: ExperimentConfig) -> None:
             *_heads(config, shape),
             *_memory(config, shape),
         ]
-    if config.algorithm.kl_coefficient > 0 and config.algorithm.reference_path is not None:
+    for key, path in _other_models(config):
         try:
-            read_model_folder(Path(config.algorithm.reference_path), "algorithm.reference_path")
+            read_model_folder(Path(path), key)
         except UserError as error:
             problems.append(str(error))
     raise_problems(f"experiment {config.name}", problems)
@@ -224,6 +232,29 @@ def _files(config: ExperimentConfig) -> Iterator[str]:
         yield f"data.source.path: {path}: {what} (working directory: {Path.cwd()}); expected a JSON Lines file of prompts"
     elif path.stat().st_size == 0:
         yield f"data.source.path: {path}: empty; expected a JSON object per line with the key {source.prompt_field!r}"
+
+
+def _own_functions(config: ExperimentConfig) -> Iterator[str]:
+    """Advantage and loss of the user's own, as far as reading their source tells."""
+    algorithm = config.algorithm
+    for key, name, built_in in (
+        ("algorithm.advantage", algorithm.advantage, ADVANTAGES),
+        ("algorithm.loss", algorithm.loss, LOSSES),
+    ):
+        if name not in built_in:
+            try:
+                check_function(key, name)
+            except UserError as error:
+                yield str(error)
+
+
+def _other_models(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+    """(key, folder) of the models beside the one that is trained."""
+    algorithm = config.algorithm
+    if algorithm.kl.coefficient > 0 and algorithm.kl.reference_path is not None:
+        yield "algorithm.kl.reference_path", algorithm.kl.reference_path
+    if algorithm.critic is not None and algorithm.critic.path is not None:
+        yield "algorithm.critic.path", algorithm.critic.path
 
 
 def _context(config: ExperimentConfig, shape: ModelShape) -> Iterator[str]:

@@ -1,20 +1,18 @@
 """The experiment config: every key that a YAML file may hold, with its type, range, default and meaning.
 
-Unknown keys are refused. `docs/configuration.md` is generated from this file, so the docstring under a field is its
-documentation. Checks that span sections or look at the machine are in `checks.py`.
+Unknown keys are refused. `docs/configuration.md` is generated from this file and the `*_schema.py` beside it, so the docstring
+under a field is its documentation. Checks that span sections or look at the machine are in `checks.py`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are checked, docstrings become descriptions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+from laminar.config.algorithm_schema import AlgorithmConfig
+from laminar.config.optimizer_schema import OptimizerConfig
+from laminar.config.section import Section
 
 
 class ModelConfig(Section):
@@ -165,23 +163,6 @@ class RelayConfig(Section):
     """How often in a row lost relays are started anew at once; then once in 30 s, or never if none is left."""
 
 
-class OptimizerConfig(Section):
-    """AdamW."""
-
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
-    """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up; `linear` and `cosine` end at 0 with the last step."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate rises linearly from 0."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Adam's moment decay rates."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are scaled down to this norm."""
-
-
 class TrainerConfig(Section):
     """The ranks that learn."""
 
@@ -193,8 +174,8 @@ class TrainerConfig(Section):
     """Actor updates to make; the run may end earlier when the data does."""
     groups_per_step: Annotated[int, Field(ge=1)]
     """Groups (prompts) that one step trains on."""
-    group_size: Annotated[int, Field(ge=2)]
-    """Trajectories per prompt."""
+    group_size: Annotated[int, Field(ge=1)]
+    """Trajectories per prompt; at least 2 for advantages that compare them (`grpo`, `dr_grpo`, `rloo`)."""
     mini_batches: Annotated[int, Field(ge=1)] = 1
     """Optimizer updates per step, each on an equal share of the step's groups."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 16384
@@ -211,23 +192,6 @@ class TrainerConfig(Section):
     """Complete checkpoints that are kept; the oldest go first."""
     threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads per rank."""
-
-
-class AlgorithmConfig(Section):
-    """GRPO with the asynchronous corrections."""
-
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Lower clip: the ratio is held above 1 - clip_low."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """Upper clip (clip-higher): the ratio is held below 1 + clip_high."""
-    normalize_std: bool = True
-    """Divide a group's centred rewards by their standard deviation (GRPO); false is Dr. GRPO."""
-    importance_cap: Annotated[float | None, Field(gt=0)] = 2.0
-    """Cap of the truncated importance weights between trainer and engine logprobs; null turns the correction off."""
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL term to the reference model; 0 loads none."""
-    reference_path: str | None = None
-    """Reference model for the KL term; the starting model if not given."""
 
 
 class ScheduleConfig(Section):

@@ -29,6 +29,7 @@ from typing import Any
 
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.checkpoints import Checkpoints
+from laminar.controller.dynamic_sampling import DynamicSampling
 from laminar.controller.environment_manager import EnvironmentManager
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
@@ -110,7 +111,8 @@ class Controller:
         self.environments = EnvironmentManager(
             self.registry, events, config, on_scored=self._on_scored, restart=restart
         )
-        self.buffer = ExperienceBuffer(events, config.buffer, steps=config.trainer.steps)
+        sampling = DynamicSampling(config.algorithm.dynamic_sampling, groups_per_step=config.trainer.groups_per_step)
+        self.buffer = ExperienceBuffer(events, config.buffer, sampling, steps=config.trainer.steps)
         self.pool = PartialResponsePool(mixes_versions=schedule.interrupts)
         self.prompts = PromptPool(
             self.environments.fetch_prompts,

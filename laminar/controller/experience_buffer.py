@@ -11,24 +11,27 @@ from collections.abc import Iterator
 
 from laminar.config.schema import BufferConfig
 from laminar.controller.buffer_strategies import evictions
+from laminar.controller.dynamic_sampling import DynamicSampling
 from laminar.controller.schedules.schedule import ReadyGroup, Schedule
-from laminar.observability.events import EventBus, GroupCompleted, GroupDropped, GroupsReturned
+from laminar.observability.events import EventBus, GroupCompleted, GroupDropped, GroupsReturned, Notice
 from laminar.trajectory import Group, TrajectoryState
 
 
 class ExperienceBuffer:
     """Groups by state; `changed` is set whenever a batch may have become possible."""
 
-    def __init__(self, events: EventBus, config: BufferConfig, *, steps: int) -> None:
+    def __init__(self, events: EventBus, config: BufferConfig, sampling: DynamicSampling, *, steps: int) -> None:
         """`steps`: that the run is to make."""
         self.admitted = 0  # ever, less the dropped ones
         self.dropped = 0
+        self.resampled = 0  # those of them that dynamic sampling has refused
         self.trained = 0
         self.taken = 0  # by the step in the making
         self.steps_left = steps
         self.changed = asyncio.Event()
         self._events = events
         self._config = config
+        self._sampling = sampling
         self._completed = 0
         self._outstanding: dict[int, Group] = {}  # admitted, not trained or dropped
         self._ready: dict[int, ReadyGroup] = {}  # those of them that are complete
@@ -65,7 +68,22 @@ class ExperienceBuffer:
         self.admitted += 1
 
     def complete(self, group: Group, *, published_version: int) -> None:
-        """All members are scored. What the buffer may not keep any more is evicted."""
+        """All members are scored: it is ready, unless dynamic sampling wants another in its place.
+
+        What the buffer may not keep any more is evicted.
+        """
+        verdict = self._sampling.judge(group)
+        if verdict == "refuse":
+            self.resampled += 1
+            self.drop(group, "all rewards are equal (algorithm.dynamic_sampling)", resampled=True)
+            return
+        if verdict == "limit reached":
+            text = (
+                f"{self._sampling.limit} groups since the last step had rewards that are all equal "
+                "(algorithm.dynamic_sampling.max_refills): such groups are trained until the next step; is the task too hard, "
+                "or learned?"
+            )
+            self._events.emit(Notice(level="warning", text=text))
         for trajectory in group.trajectories:
             trajectory.move_to(TrajectoryState.BUFFERED)
         self._make_ready(group)
@@ -94,7 +112,7 @@ class ExperienceBuffer:
             reason = f"cannot be trained in time: version {group.policy_version}, trainer {published_version}"
             self.drop(group, f"{reason} (schedule.on_stale)")
 
-    def drop(self, group: Group, reason: str) -> None:
+    def drop(self, group: Group, reason: str, *, resampled: bool = False) -> None:
         """A group will not be trained; its place may be taken by another."""
         if self._outstanding.pop(group.group_id, None) is None:
             return
@@ -104,7 +122,7 @@ class ExperienceBuffer:
         for trajectory in group.trajectories:
             if trajectory.state is not TrajectoryState.FAILED:
                 trajectory.move_to(TrajectoryState.EVICTED)
-        self._events.emit(GroupDropped(group=group, reason=reason))
+        self._events.emit(GroupDropped(group=group, reason=reason, resampled=resampled))
         self.changed.set()
 
     def take_batch(
@@ -139,6 +157,7 @@ class ExperienceBuffer:
                 trajectory.move_to(TrajectoryState.CONSUMED)
         self.trained += len(groups)
         self.taken = 0
+        self._sampling.step_made()
 
     def leave(self, groups: list[Group], reason: str) -> None:
         """The data ended, and these do not fill a step: nobody trains them."""

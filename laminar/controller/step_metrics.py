@@ -55,6 +55,7 @@ class StepMetrics:
         self._broadcast_bytes: list[float] = []
         self._pulls: list[float] = []
         self._dropped = 0
+        self._resampled = 0
         self._rejected = 0
         events.subscribe(self._on_tokens, TokensAppended)
         events.subscribe(self._on_weights, WeightsPublished, WeightsBroadcast, WeightsPulled)
@@ -83,7 +84,8 @@ class StepMetrics:
 
     def _on_loss(self, event: GroupDropped | PromptRejected) -> None:
         if isinstance(event, GroupDropped):
-            self._dropped += 1
+            self._resampled += event.resampled
+            self._dropped += not event.resampled
         else:
             self._rejected += 1
 
@@ -132,6 +134,7 @@ class StepMetrics:
             "response_tokens_max": int(lengths.max()),
             "finish_length_fraction": float(np.mean([t.finish_reason == "length" for t in trajectories])),
             "groups_dropped": self._dropped,
+            "groups_resampled": self._resampled,
             "prompts_rejected": self._rejected,
             "late_tokens_dropped": self._late,
             **self._gauges(),

@@ -206,7 +206,7 @@ class TrainerDriver:
     async def _next_batch(self, part: int) -> list[Group] | None:
         """The next groups to train; None when the run should end."""
         now = asyncio.get_running_loop().time
-        waiting_since = now()
+        waiting_since, resampled = now(), self._buffer.resampled
         while not self._control.stop_requested.is_set():
             if self._lost:
                 raise WorkerLost(self._lost)
@@ -233,6 +233,8 @@ class TrainerDriver:
                     self._events.emit(Notice(level="info", text="the data has ended, and with it the run"))
                     return None
                 self.clock.enter("trajectories")
+            if resampled != self._buffer.resampled:  # groups came, and are generated anew, so often and no more
+                waiting_since, resampled = now(), self._buffer.resampled
             if not self._control.training_allowed.is_set() or self._control.generation_paused:
                 await self._buffer.changed.wait()  # a pause lasts as long as the person wants
                 waiting_since = now()

@@ -168,6 +168,7 @@ class GroupDropped:
 
     group: Group
     reason: str
+    resampled: bool = False  # by dynamic sampling: it would teach nothing, and another is generated in its place
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -210,8 +210,10 @@ def _used_paths(config: ExperimentConfig) -> Iterator[tuple[str, Path]]:
     """What the new run needs, and what must therefore not lie in a folder that is deleted."""
     yield "the working directory", Path.cwd()
     yield "model.path", Path(config.model.path).resolve()
-    if config.algorithm.reference_path:
-        yield "algorithm.reference_path", Path(config.algorithm.reference_path).resolve()
+    if config.algorithm.kl.reference_path:
+        yield "algorithm.kl.reference_path", Path(config.algorithm.kl.reference_path).resolve()
+    if config.algorithm.critic and config.algorithm.critic.path:
+        yield "algorithm.critic.path", Path(config.algorithm.critic.path).resolve()
     if isinstance(config.data.source, JsonlSource):
         yield "data.source.path", Path(config.data.source.path).resolve()
 

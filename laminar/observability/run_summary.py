@@ -38,6 +38,7 @@ class RunSummary:
         self.step_seconds: list[float] = []
         self.rejected_prompts = 0
         self.dropped_groups = 0
+        self.resampled_groups = 0
         self.checkpoint: CheckpointFinished | None = None
         self._now = now
         self._started = now()
@@ -107,7 +108,8 @@ class RunSummary:
         if isinstance(event, PromptRejected):
             self.rejected_prompts += 1
         elif isinstance(event, GroupDropped):
-            self.dropped_groups += 1
+            self.resampled_groups += event.resampled
+            self.dropped_groups += not event.resampled
         elif not event.error:
             self.checkpoint = event
 
@@ -130,6 +132,8 @@ class RunSummary:
             rows.append(("pull", f"{_mean_and_max(self._pulls)}, {len(self._pulls)} pulls"))
         rows.append(("rejected prompts", str(self.rejected_prompts)))
         rows.append(("dropped groups", str(self.dropped_groups)))
+        if self.resampled_groups:
+            rows.append(("resampled groups", f"{self.resampled_groups}, whose rewards were all equal"))
         if self._late:
             rows.append(("late tokens", f"{short_number(self._late)} dropped"))
         return rows + self._checkpoint_rows()

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from laminar.algorithms.advantages import group_advantages
-from laminar.algorithms.importance_sampling import truncated_importance_weights
+from laminar.algorithms.advantages import RewardedBatch, grpo
+from laminar.algorithms.aggregation import token_weights
+from laminar.algorithms.importance_sampling import truncated_weights
 from laminar.algorithms.kl import mismatch_kl, reference_kl
 from laminar.algorithms.logprobs import token_entropy, token_logprobs
-from laminar.algorithms.policy_loss import policy_loss
+from laminar.algorithms.policy_losses import PolicyTokens, cispo, dapo, gspo, policy_loss_metrics
 
 with warnings.catch_warnings():
     # Importing TRL warns about the installed vLLM, which is not used here.
@@ -42,7 +43,7 @@ class OneProcess:
         return tensor
 
 
-def trl_loss(logprobs, inputs, *, beta=0.0, use_vllm=False, loss_type="dapo"):
+def trl_loss(logprobs, inputs, *, beta=0.0, use_vllm=False, loss_type="dapo", importance_sampling_level="token"):
     """Loss and metrics of TRL for `logprobs` [B, T]."""
     metrics = {"train": defaultdict(list)}
     trainer = SimpleNamespace(
@@ -56,8 +57,9 @@ def trl_loss(logprobs, inputs, *, beta=0.0, use_vllm=False, loss_type="dapo"):
         current_gradient_accumulation_steps=1,
         epsilon_high=CLIP_HIGH,
         epsilon_low=CLIP_LOW,
-        importance_sampling_level="token",
+        importance_sampling_level=importance_sampling_level,
         loss_type=loss_type,
+        max_completion_length=LONGEST,
         model=SimpleNamespace(training=True),
         off_policy_mask_threshold=None,
         top_entropy_quantile=1.0,
@@ -102,58 +104,74 @@ def same_loss_and_gradient(ours, theirs, logprobs):
     torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_policy_loss_and_clip_fractions(seed):
-    logprobs, _, inputs = batch(seed)
-    mask = inputs["completion_mask"]
-    theirs, their_metrics = trl_loss(logprobs, inputs)
-    ours, metrics = policy_loss(
-        logprobs,
-        inputs["old_per_token_logps"],
-        inputs["advantages"],
-        mask,
-        clip_low=CLIP_LOW,
-        clip_high=CLIP_HIGH,
-        normalizer=int(mask.sum()),
+def packed(logprobs, engine, inputs):
+    mask = inputs["completion_mask"].bool()
+    return PolicyTokens(
+        logprobs=logprobs[mask],
+        old_logprobs=inputs["old_per_token_logps"][mask],
+        engine_logprobs=engine[mask],
+        advantages=inputs["advantages"][:, None].expand_as(mask)[mask],
+        loss_mask=mask[mask],
+        trajectories=torch.arange(ROWS)[:, None].expand_as(mask)[mask],
     )
-    same_loss_and_gradient(ours, theirs, logprobs)
+
+
+def aggregated(values, inputs, aggregation="token"):
+    mask = inputs["completion_mask"]
+    weights = token_weights(mask.sum(-1).numpy(), aggregation=aggregation, max_response_tokens=LONGEST)
+    return (values * torch.from_numpy(weights).float()[:, None].expand_as(mask)[mask.bool()]).sum()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("loss_type", "aggregation"), [("dapo", "token"), ("grpo", "trajectory"), ("dr_grpo", "constant")]
+)
+def test_policy_loss_and_clip_fractions(seed, loss_type, aggregation):
+    logprobs, engine, inputs = batch(seed)
+    theirs, their_metrics = trl_loss(logprobs, inputs, loss_type=loss_type)
+    tokens = packed(logprobs, engine, inputs)
+    losses = dapo(tokens)
+    same_loss_and_gradient(aggregated(losses.values, inputs, aggregation), theirs, logprobs)
+    metrics = policy_loss_metrics(losses, tokens.loss_mask)
     assert metrics.clip_fraction_low == pytest.approx(their_metrics["clip_ratio/low_mean"], abs=1e-6)
     assert metrics.clip_fraction_high == pytest.approx(their_metrics["clip_ratio/high_mean"], abs=1e-6)
     assert metrics.clip_fraction_low > 0 and metrics.clip_fraction_high > 0
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_gspo(seed):
+    logprobs, engine, inputs = batch(seed)
+    theirs, _ = trl_loss(logprobs, inputs, loss_type="grpo", importance_sampling_level="sequence")
+    losses = gspo(packed(logprobs, engine, inputs), clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
+    same_loss_and_gradient(aggregated(losses.values, inputs, "trajectory"), theirs, logprobs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cispo(seed):
+    logprobs, engine, inputs = batch(seed)
+    theirs, _ = trl_loss(logprobs, inputs, loss_type="cispo")  # bounds the weight by CLIP_HIGH itself: below 1
+    losses = cispo(packed(logprobs, engine, inputs), clip_high=CLIP_HIGH - 1)
+    same_loss_and_gradient(aggregated(losses.values, inputs), theirs, logprobs)
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_policy_loss_with_importance_weights_and_reference_kl(seed):
     logprobs, engine, inputs = batch(seed)
     mask, old = inputs["completion_mask"], inputs["old_per_token_logps"]
-    normalizer, beta, cap = int(mask.sum()), 0.04, 2.0
+    beta, cap = 0.04, 2.0
     # TRL's truncation, as in its _generate_and_score_completions with mode "token_truncate".
     inputs["importance_sampling_ratio"] = torch.clamp(torch.exp((old - engine) * mask), max=cap)
     theirs, their_metrics = trl_loss(logprobs, inputs, beta=beta, use_vllm=True)
 
-    weights = truncated_importance_weights(old, engine, cap=cap)
-    assert (weights == cap).any()
-    policy, _ = policy_loss(
-        logprobs,
-        old,
-        inputs["advantages"],
-        mask,
-        clip_low=CLIP_LOW,
-        clip_high=CLIP_HIGH,
-        importance_weights=weights,
-        normalizer=normalizer,
+    tokens = packed(logprobs, engine, inputs)
+    importance = truncated_weights(
+        tokens.old_logprobs, tokens.engine_logprobs, tokens.loss_mask, tokens.trajectories, cap=cap
     )
-    kl, kl_metrics = reference_kl(logprobs, inputs["ref_per_token_logps"], mask, normalizer=normalizer)
-    same_loss_and_gradient(policy + beta * kl, theirs, logprobs)
+    assert importance.cut.any()
+    kl, kl_metrics = reference_kl(tokens.logprobs, inputs["ref_per_token_logps"][mask.bool()], tokens.loss_mask)
+    ours = aggregated(dapo(tokens).values * importance.weights + beta * kl, inputs)
+    same_loss_and_gradient(ours, theirs, logprobs)
     assert kl_metrics.reference_kl == pytest.approx(their_metrics["kl"], rel=1e-5)
-
-
-def test_the_comparison_would_notice_another_aggregation():
-    # "grpo" averages per trajectory first: on trajectories of different lengths that is another loss.
-    logprobs, _, inputs = batch(0)
-    by_tokens, _ = trl_loss(logprobs, inputs)
-    by_trajectories, _ = trl_loss(logprobs, inputs, loss_type="grpo")
-    assert abs(by_tokens - by_trajectories) > 1e-3
 
 
 def test_mismatch_is_the_kl_that_trl_computes_with_the_engine_as_policy():
@@ -167,7 +185,14 @@ def test_mismatch_is_the_kl_that_trl_computes_with_the_engine_as_policy():
 def test_advantages_use_the_standard_deviation_that_trl_uses():
     rewards = torch.rand(5, 8, generator=torch.Generator().manual_seed(0))
     theirs = (rewards - rewards.mean(1, keepdim=True)) / (nanstd(rewards, dim=1)[:, None] + 1e-4)
-    ours = group_advantages(rewards.numpy().ravel(), np.repeat(np.arange(5), 8), epsilon=1e-4)
+    batch = RewardedBatch(
+        rewards=rewards.numpy().ravel().astype(np.float64),
+        group_ids=np.repeat(np.arange(5), 8),
+        response_lengths=np.ones(40, np.int64),
+        loss_mask=np.ones(40, bool),
+        token_rewards=np.zeros(40),
+    )
+    ours = grpo(batch, epsilon=1e-4)
     np.testing.assert_allclose(ours, theirs.numpy().ravel(), rtol=1e-4, atol=1e-6)
 
 

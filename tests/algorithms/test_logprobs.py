@@ -84,7 +84,25 @@ def test_vocabulary_entries_that_are_ruled_out():
 def test_entropy_of_uniform_and_certain():
     assert token_entropy(torch.zeros(1, 8)).item() == pytest.approx(math.log(8))
     assert token_entropy(torch.tensor([[1e4, 0.0]])).item() == 0
-    assert not token_entropy(torch.zeros(1, 8, requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradient_of_the_entropy(temperature, monkeypatch):
+    monkeypatch.setattr("laminar.algorithms.logprobs.CHUNK_ELEMENTS", 22)  # two rows at once
+    logits, _ = random_logits(7, 11)
+    logits.requires_grad_()
+    weights = torch.arange(7.0, dtype=logits.dtype)
+    logprobs = torch.log_softmax(logits / temperature, -1)
+    expected = torch.autograd.grad(-((logprobs.exp() * logprobs).sum(-1) * weights).sum(), logits)
+    torch.testing.assert_close(
+        torch.autograd.grad((token_entropy(logits, temperature) * weights).sum(), logits), expected
+    )
+
+
+def test_entropy_of_ruled_out_entries_has_a_finite_gradient():
+    logits = torch.tensor([[1.0, 0.0, -math.inf]], requires_grad=True)
+    token_entropy(logits).sum().backward()
+    assert logits.grad.isfinite().all() and logits.grad[0, 2] == 0
 
 
 def test_no_tokens():

@@ -135,9 +135,9 @@ def test_a_folder_without_tokenizer(config_file, model_folder):
 
 
 def test_the_reference_model_is_checked_when_it_is_used(config_file):
-    override = "algorithm.reference_path=models/none"
-    assert "algorithm.reference_path: models/none: no such folder" in machine_error(
-        config_file, override, "algorithm.kl_coefficient=0.1"
+    override = "algorithm.kl.reference_path=models/none"
+    assert "algorithm.kl.reference_path: models/none: no such folder" in machine_error(
+        config_file, override, "algorithm.kl.coefficient=0.1"
     )
     check_machine(load_config(config_file, [override]))
 

@@ -120,7 +120,10 @@ def test_a_key_of_the_other_source_lists_the_keys_of_this_one(config_file):
 
 def test_a_missing_key_says_what_it_is_for(config_file):
     message = error_of(config_file, "trainer={steps: 3, groups_per_step: 4}")
-    assert "trainer.group_size: missing; expected an integer, at least 2 (Trajectories per prompt)" in message
+    assert (
+        "trainer.group_size: missing; expected an integer, at least 1 (Trajectories per prompt; at least 2 for advant"
+        in message
+    )
     assert "--set trainer.group_size=" in message
 
 

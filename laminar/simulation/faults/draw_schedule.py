@@ -24,8 +24,8 @@ RUN_S = 35.0  # about what a run takes; faults strike within it
 class _Draw:
     """The generator, with the few distributions that are needed."""
 
-    def __init__(self, seed: int) -> None:
-        self._rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence((0x1A31, seed))))
+    def __init__(self, *seed: int) -> None:
+        self._rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence((0x1A31, *seed))))
 
     def integer(self, low: int, high: int) -> int:
         """Uniform, both included."""
@@ -66,6 +66,8 @@ def _config(draw: _Draw, seed: int) -> ExperimentConfig:
         "restarts": draw.one_of(1, 3, 3),
         "checkpoint_every": draw.one_of(0, 1, 2, 2, 3, 3),
     }
+    sampling = _dynamic_sampling(_Draw(seed, 1))
+    waves = -(-groups_per_step // (max_running // group_size))
     schedule: dict[str, Any] = {"name": name, "on_stale": draw.one_of("drop", "drop", "train")}
     if name in ("laminar", "partial"):
         schedule["max_staleness"] = draw.one_of(0, 1, 1, 2, 4, "unbounded", None)
@@ -104,6 +106,7 @@ def _config(draw: _Draw, seed: int) -> ExperimentConfig:
                 "restarts": draw.one_of(1, 3, 3),
             },
             "trainer": trainer,
+            "algorithm": {"dynamic_sampling": sampling},
             "schedule": schedule,
             "buffer": _buffer(draw, name, schedule, groups_per_step),
             "repack": {
@@ -117,10 +120,15 @@ def _config(draw: _Draw, seed: int) -> ExperimentConfig:
                 "silence_limit_s": SILENCE_LIMIT_S,
                 "start_timeout_s": 60.0,
                 # Enough for the last rollout that is left to make a step's groups, one wave after the other.
-                "step_timeout_s": max(90.0, WAVE_S * -(-groups_per_step // (max_running // group_size))),
+                "step_timeout_s": max(90.0, WAVE_S * waves * (1 + sampling["enabled"] * sampling["max_refills"])),
             },
         }
     )
+
+
+def _dynamic_sampling(draw: _Draw) -> dict[str, Any]:
+    """From a generator of its own; half of the modelled rewards are 1, so many of the small groups are refused."""
+    return {"enabled": draw.chance(0.4), "max_refills": draw.one_of(0.4, 1.0, 3.0)}
 
 
 def _buffer(draw: _Draw, name: str, schedule: dict[str, Any], groups_per_step: int) -> dict[str, Any]:

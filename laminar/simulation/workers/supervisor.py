@@ -68,8 +68,9 @@ class Supervisor:
         ended = [worker for worker in self.workers.values() if worker.alive and getattr(worker, "world", "") == world]
         for worker in ended:
             worker.kill("mpirun has ended")
-        loop = asyncio.get_running_loop()
-        loop.call_at(loop.time() + self._notice_s, self._report_tier)
+        if ended:  # else it has ended before
+            loop = asyncio.get_running_loop()
+            loop.call_at(loop.time() + self._notice_s, self._report_tier)
         return ended
 
     def end(self) -> None:

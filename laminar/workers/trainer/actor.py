@@ -1,30 +1,35 @@
-"""The learning itself: model, reference model, optimizer, and one actor update at a time.
+"""The learning itself: model, reference model, critic, optimizers, and one step at a time.
 
-Invariant: the update does not depend on the number of ranks nor on how the step is cut into micro-batches. Every
-micro-batch divides its loss by the loss tokens of the whole mini-batch, over all ranks.
+Invariant: the update does not depend on the number of ranks nor on how the step is cut into micro-batches: what a token
+weighs in the loss of its mini-batch is decided before the cut (`aggregation.py`), and advantages come from the whole step.
 """
 
 from __future__ import annotations
 
 import logging
-import time
+from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
-from laminar.algorithms.importance_sampling import importance_weight_metrics, truncated_importance_weights
+from laminar.algorithms.advantages import RewardedBatch
+from laminar.algorithms.importance_sampling import importance_weight_metrics
 from laminar.algorithms.kl import mismatch_kl, reference_kl
-from laminar.algorithms.policy_loss import policy_loss
+from laminar.algorithms.overlong import overlong_penalty
+from laminar.algorithms.policy_losses import PolicyTokens, policy_loss_metrics
+from laminar.config.algorithm import aggregation, critic
 from laminar.config.schema import ExperimentConfig
-from laminar.errors import RunFailed
 from laminar.protocol.messages import TrainStep
+from laminar.workers.trainer.algorithm import Algorithm
 from laminar.workers.trainer.batch import MicroBatch, StepBatch
+from laminar.workers.trainer.critic import Critic
 from laminar.workers.trainer.learning_rate import learning_rate
 from laminar.workers.trainer.model_loading import load_model, load_tokenizer
-from laminar.workers.trainer.parallel import accumulating, describe, distribute, reshard
+from laminar.workers.trainer.parallel import describe, distribute, reshard
 from laminar.workers.trainer.ranks import Ranks
 from laminar.workers.trainer.scoring_model import ScoringModel
-from laminar.workers.trainer.step_metrics import StepMetrics, Update
+from laminar.workers.trainer.step_metrics import EntropyMetrics, StepMetrics
+from laminar.workers.trainer.update import Update, adamw, set_rate, update
 
 # What starting a forward and backward pass costs, in tokens that could be computed meanwhile: a CPU is busy with a
 # hundred; a GPU takes hardly more time for thousands than for one.
@@ -33,50 +38,63 @@ PASS_COST_TOKENS = {"cpu": 96, "gpu": 2048}
 log = logging.getLogger("laminar.trainer")
 
 
+@dataclass(kw_only=True, slots=True)
+class StepTokens:
+    """What is known of the step's T response tokens before its first update; all on the device."""
+
+    advantages: torch.Tensor  # float32 [T]
+    weights: torch.Tensor  # float32 [T]: in the loss of their mini-batch
+    proximal: torch.Tensor | None  # float32 [T], this rank's: logprobs under the policy at the start of the step
+    values: torch.Tensor | None = None  # float32 [T]: the critic's
+    returns: torch.Tensor | None = None  # float32 [T]: what it learns
+
+
 class Actor:
     """One rank's part of the policy that is trained."""
 
     def __init__(self, config: ExperimentConfig, ranks: Ranks) -> None:
-        """Load the model (and the reference model, if the loss has a KL term) and lay it out over the ranks.
+        """Load the model (and a reference model and a critic, as the algorithm asks for) and lay it out over the ranks.
 
         Raises:
-            UserError: a model folder is missing or does not hold a causal language model with its tokenizer.
+            UserError: a model folder is missing or does not hold a causal language model with its tokenizer; or a loss or
+                advantage of the user's own does not work.
         """
         self.config = config
         self.ranks = ranks
+        self._algorithm = Algorithm(config.algorithm)
         self.tokenizer = load_tokenizer(config.model.path, "model.path")
         self.model = load_model(config.model.path, "model.path")  # float32: the master parameters
         self.published_dtype: torch.dtype = getattr(torch, config.model.dtype)
         if config.trainer.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model.train()
-        strategy = config.trainer.strategy
-        temperature = config.rollout.temperature
-        self._scoring = distribute(ScoringModel(self.model, temperature), ranks, strategy, trained=True)
-        self._reference: torch.nn.Module | None = None
-        if config.algorithm.kl_coefficient > 0:
-            path, key = config.algorithm.reference_path, "algorithm.reference_path"
-            if path is None:
-                path, key = config.model.path, "model.path"
-            reference = load_model(path, key, self.published_dtype)
-            reference.requires_grad_(False)
-            self._reference = distribute(ScoringModel(reference, temperature), ranks, strategy, trained=False)
+        scoring = ScoringModel(
+            self.model, config.rollout.temperature, entropy_gradient=config.algorithm.entropy_coefficient > 0
+        )
+        self._scoring = distribute(scoring, ranks, config.trainer.strategy, trained=True)
+        self._reference = self._load_reference() if config.algorithm.kl.coefficient > 0 else None
         self._pass_cost = PASS_COST_TOKENS["cpu" if ranks.device.type == "cpu" else "gpu"]
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=config.trainer.optimizer.learning_rate,
-            betas=config.trainer.optimizer.betas,
-            weight_decay=config.trainer.optimizer.weight_decay,
-            fused=True,  # one kernel over all parameters: 17 times faster than the default on CPU for a tiny model
-        )
+        self.optimizer: torch.optim.Optimizer = adamw(self.parameters, config.trainer.optimizer)
+        settings = critic(config.algorithm)
+        self.critic = None if settings is None else Critic(config, settings, ranks)
+
+    def _load_reference(self) -> torch.nn.Module:
+        path, key = self.config.algorithm.kl.reference_path, "algorithm.kl.reference_path"
+        if path is None:
+            path, key = self.config.model.path, "model.path"
+        reference = load_model(path, key, self.published_dtype)
+        reference.requires_grad_(False)
+        scoring = ScoringModel(reference, self.config.rollout.temperature)
+        return distribute(scoring, self.ranks, self.config.trainer.strategy, trained=False)
 
     def describe(self) -> str:
         """One line for a person: what runs where."""
         count = sum(parameter.numel() for parameter in self.model.parameters())
         precision = "float32" if self.published_dtype == torch.float32 else f"{self.config.model.dtype} autocast"
+        beside = ", a critic beside it" if self.critic is not None else ""
         return (
-            f"{type(self.model).__name__}, {count:,} parameters, {precision}, {self.ranks.device.type}, "
+            f"{type(self.model).__name__}, {count:,} parameters{beside}, {precision}, {self.ranks.device.type}, "
             f"{describe(self.ranks, self.config.trainer.strategy)}"
         )
 
@@ -87,21 +105,23 @@ class Actor:
             RunFailed: a reward, an engine logprob, the loss or the gradient norm is not finite; names step and metric.
                 The update in question is not applied.
         """
-        batch = StepBatch(message, normalize_std=self.config.algorithm.normalize_std)
+        batch = StepBatch(message)
         rate = learning_rate(self.config.trainer.optimizer, message.step, self.config.trainer.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(self.optimizer, rate)
         mini_batches = batch.mini_batches(message.mini_batches)
         passes = self._passes(batch, mini_batches)
-        old: list[list[torch.Tensor]] | None = None
-        if len(mini_batches) > 1:  # the ratio is taken against the policy before them, which an update destroys
-            old = [[self._score(micro_batch) for micro_batch in micro_batches] for micro_batches in passes]
-            reshard(self._scoring)
         metrics = StepMetrics()
-        for index, rows in enumerate(mini_batches):
-            normalizer = batch.loss_tokens(rows)
-            if normalizer:  # else there is nothing to learn from, on any rank
-                self._update(message.step, passes[index], old[index] if old else None, normalizer, metrics)
+        tokens = self._before_updates(batch, mini_batches, passes, metrics)
+        for rows, micro_batches in zip(mini_batches, passes, strict=True):
+            if not batch.loss_tokens(rows).any():
+                continue  # there is nothing to learn from, on any rank
+            if self.critic is not None and tokens.values is not None and tokens.returns is not None:
+                made, figures = self.critic.update(
+                    message.step, micro_batches, tokens.values, tokens.returns, tokens.weights
+                )
+                metrics.critic_updates.append(made)
+                metrics.add(figures)
+            metrics.updates.append(self._update(message.step, micro_batches, tokens, metrics))
         return metrics.summary(batch, self.ranks, rate)
 
     def _passes(self, batch: StepBatch, mini_batches: list[list[int]]) -> list[list[MicroBatch]]:
@@ -123,83 +143,147 @@ class Actor:
             for share, number in zip(shares, agreed, strict=True)
         ]
 
-    @torch.no_grad()
-    def _score(self, micro_batch: MicroBatch) -> torch.Tensor:  # float32 [N]
-        """Logprobs under the current policy."""
-        on_device = micro_batch.to(self.ranks.device)
-        logprobs, _ = self._scoring(on_device.token_ids, on_device.positions, on_device.targets)
-        return logprobs  # type: ignore[no-any-return]
-
-    def _update(
-        self,
-        step: int,
-        micro_batches: list[MicroBatch],
-        old: list[torch.Tensor] | None,  # per micro-batch float32 [N]; None: the current policy is the old one
-        normalizer: int,
-        metrics: StepMetrics,
-    ) -> None:
-        """One optimizer update on a mini-batch."""
-        started = time.perf_counter()
-        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        for index, micro_batch in enumerate(micro_batches):
-            with accumulating(self._scoring, self.ranks, last=index == len(micro_batches) - 1):
-                loss = self._loss(micro_batch.to(self.ranks.device), old[index] if old else None, normalizer, metrics)
-                # DDP and fully_shard average gradients over ranks; ours are to be summed.
-                (loss * self.ranks.size).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        figures = {"loss": self.ranks.sum(total).item(), "grad_norm": norm.item()}
-        trained = time.perf_counter()
-        for name, value in figures.items():
-            if not torch.isfinite(torch.tensor(value)):
-                self.optimizer.zero_grad()
-                raise RunFailed(
-                    f"step {step}: {name} is not finite ({value}); this update was not applied. "
-                    "A lower trainer.optimizer.learning_rate may help"
-                )
-        torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.trainer.optimizer.max_grad_norm, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        metrics.updates.append(
-            Update(**figures, forward_backward_s=trained - started, optimizer_s=time.perf_counter() - trained)
+    def _before_updates(
+        self, batch: StepBatch, mini_batches: list[list[int]], passes: list[list[MicroBatch]], metrics: StepMetrics
+    ) -> StepTokens:
+        """Score all that the updates hang on, before they change it. A collective call."""
+        algorithm = self.config.algorithm
+        in_reward = self._reference is not None and algorithm.kl.apply_to == "reward"
+        several = len(mini_batches) > 1 and algorithm.old_policy == "proximal"
+        size, flat = len(batch.in_loss), [micro_batch for own in passes for micro_batch in own]
+        # With one mini-batch the first pass of its update gives the same.
+        proximal = self._score(self._scoring, flat, size) if several or in_reward else None
+        token_rewards = np.zeros(size)
+        if in_reward and proximal is not None:
+            assert self._reference is not None
+            estimates = self._penalties(proximal, self._score(self._reference, flat, size), flat, metrics)
+            token_rewards = -algorithm.kl.coefficient * self._of_all_ranks(estimates)
+        values = None if self.critic is None else self._values(self.critic, flat, size)
+        advantages, returns = self._algorithm.advantages(
+            RewardedBatch(
+                rewards=self._rewards(batch, metrics),
+                group_ids=batch.message.group_ids,
+                response_lengths=batch.response_lengths,
+                loss_mask=batch.in_loss,
+                token_rewards=token_rewards,
+                values=None if values is None else self._of_all_ranks(values),
+            )
+        )
+        metrics.advantages = advantages[batch.in_loss]
+        weights = batch.token_weights(
+            mini_batches,
+            aggregation=aggregation(algorithm),
+            max_response_tokens=self.config.rollout.max_response_tokens,
+        )
+        device = self.ranks.device
+        return StepTokens(
+            advantages=torch.from_numpy(advantages).to(device),
+            weights=torch.from_numpy(weights).to(device),
+            proximal=proximal,
+            values=values,
+            returns=None if returns is None else torch.from_numpy(returns).to(device),
         )
 
-    def _loss(
-        self,
-        micro_batch: MicroBatch,
-        old: torch.Tensor | None,  # float32 [N]
-        normalizer: int,
-        metrics: StepMetrics,
-    ) -> torch.Tensor:  # float32 []
+    def _rewards(self, batch: StepBatch, metrics: StepMetrics) -> np.ndarray:  # float64 [B]
+        rewards = batch.message.rewards.astype(np.float64)
+        overlong = self.config.algorithm.overlong
+        if overlong.buffer_tokens:
+            penalties = overlong_penalty(
+                batch.response_lengths,
+                max_response_tokens=self.config.rollout.max_response_tokens,
+                buffer_tokens=overlong.buffer_tokens,
+                penalty=overlong.penalty,
+            )
+            metrics.overlong_penalties = penalties
+            rewards += penalties
+        return rewards
+
+    @torch.no_grad()
+    def _score(self, module: torch.nn.Module, micro_batches: list[MicroBatch], size: int) -> torch.Tensor:
+        """Logprobs of this rank's tokens as they stand now, float32 [T]; 0 elsewhere."""
+        result = torch.zeros(size, device=self.ranks.device)
+        for micro_batch in micro_batches:
+            on_device = micro_batch.to(self.ranks.device)
+            logprobs, _ = module(on_device.token_ids, on_device.positions, on_device.targets)
+            _put(result, on_device, logprobs)
+        reshard(module)
+        return result
+
+    @torch.no_grad()
+    def _values(self, critic: Critic, micro_batches: list[MicroBatch], size: int) -> torch.Tensor:
+        """Values of this rank's tokens, float32 [T]; 0 elsewhere."""
+        result = torch.zeros(size, device=self.ranks.device)
+        for micro_batch in micro_batches:
+            on_device = micro_batch.to(self.ranks.device)
+            _put(result, on_device, critic.values(on_device))
+        reshard(critic.module)
+        return result
+
+    def _penalties(
+        self, logprobs: torch.Tensor, reference: torch.Tensor, micro_batches: list[MicroBatch], metrics: StepMetrics
+    ) -> torch.Tensor:
+        """KL estimates of this rank's tokens, float32 [T]; 0 elsewhere. All arguments [T]."""
+        mask = torch.zeros(len(logprobs), dtype=torch.bool, device=self.ranks.device)
+        for micro_batch in micro_batches:
+            on_device = micro_batch.to(self.ranks.device)
+            _put(mask, on_device, on_device.loss_mask)
+        estimates, figures = reference_kl(logprobs, reference, mask, estimator=self.config.algorithm.kl.estimator)
+        metrics.add(figures)
+        return estimates
+
+    def _of_all_ranks(self, own: torch.Tensor) -> np.ndarray:  # float64 [T]
+        """Put together what each rank has of its own tokens; a collective call."""
+        return self.ranks.sum(own).cpu().numpy().astype(np.float64)
+
+    def _update(self, step: int, micro_batches: list[MicroBatch], tokens: StepTokens, metrics: StepMetrics) -> Update:
+        """One optimizer update on a mini-batch."""
+        return update(
+            self._scoring,
+            self.parameters,
+            self.optimizer,
+            micro_batches,
+            lambda micro_batch: self._loss(micro_batch, tokens, metrics),
+            self.ranks,
+            max_grad_norm=self.config.trainer.optimizer.max_grad_norm,
+            where=f"step {step}",
+        )
+
+    def _loss(self, micro_batch: MicroBatch, tokens: StepTokens, metrics: StepMetrics) -> torch.Tensor:  # float32 []
         """This micro-batch's part of the mini-batch's loss."""
         algorithm = self.config.algorithm
-        mask = micro_batch.loss_mask
-        engine = micro_batch.engine_logprobs
+        mask, places, engine = micro_batch.loss_mask, micro_batch.places, micro_batch.engine_logprobs
         logprobs, entropies = self._scoring(micro_batch.token_ids, micro_batch.positions, micro_batch.targets)
-        old = logprobs.detach() if old is None else old
-        weights = importance = None
-        if algorithm.importance_cap is not None:
-            weights = truncated_importance_weights(old, engine, cap=algorithm.importance_cap)
-            importance = importance_weight_metrics(weights, mask, cap=algorithm.importance_cap)
-        loss, policy = policy_loss(
-            logprobs,
-            old,
-            micro_batch.advantages,
-            mask,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            importance_weights=weights,
-            normalizer=normalizer,
+        proximal = logprobs.detach() if tokens.proximal is None else tokens.proximal[places]
+        policy = PolicyTokens(
+            logprobs=logprobs,
+            old_logprobs=proximal if algorithm.old_policy == "proximal" else engine,
+            engine_logprobs=engine,
+            advantages=tokens.advantages[places],
+            loss_mask=mask,
+            trajectories=micro_batch.trajectories,
         )
-        reference = None
-        if self._reference is not None:
+        losses = self._algorithm.loss(policy)
+        values = losses.values
+        importance = self._algorithm.correction(proximal, engine, mask, micro_batch.trajectories)
+        if importance is not None:
+            values = values * importance.weights
+            metrics.add(importance_weight_metrics(importance, mask))
+        if self._reference is not None and algorithm.kl.apply_to == "loss":
             with torch.no_grad():
-                reference_logprobs, _ = self._reference(
-                    micro_batch.token_ids, micro_batch.positions, micro_batch.targets
-                )
-            kl_loss, reference = reference_kl(logprobs, reference_logprobs, mask, normalizer=normalizer)
-            loss = loss + algorithm.kl_coefficient * kl_loss
-        metrics.add_pass(micro_batch, policy, mismatch_kl(engine, old, mask), importance, reference, entropies)
-        return loss
+                reference, _ = self._reference(micro_batch.token_ids, micro_batch.positions, micro_batch.targets)
+            estimates, figures = reference_kl(logprobs, reference, mask, estimator=algorithm.kl.estimator)
+            values = values + algorithm.kl.coefficient * estimates
+            metrics.add(figures)
+        if algorithm.entropy_coefficient:
+            values = values - algorithm.entropy_coefficient * entropies
+        metrics.add_pass(micro_batch)
+        metrics.add(policy_loss_metrics(losses, mask))
+        metrics.add(mismatch_kl(engine, proximal, mask))
+        metrics.add(EntropyMetrics.of(entropies.detach(), mask))
+        return torch.where(mask, values * tokens.weights[places], 0.0).sum()
+
+
+def _put(into: torch.Tensor, micro_batch: MicroBatch, values: torch.Tensor) -> None:
+    """Values of a micro-batch's tokens to where these stand in the step, [N] into [T]."""
+    mask = micro_batch.loss_mask
+    into[micro_batch.places[mask]] = values[mask]

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from laminar.algorithms.advantages import group_advantages
+from laminar.algorithms.advantages import check_rewards
+from laminar.algorithms.aggregation import Aggregation, token_weights
 from laminar.algorithms.batching import pack_micro_batches, split_mini_batches, split_ranks
 from laminar.errors import RunFailed
 from laminar.protocol.messages import TrainStep
@@ -27,7 +28,10 @@ class MicroBatch:
     positions: torch.Tensor  # int64 [N]: index into B * L of the position whose logits predict the token
     targets: torch.Tensor  # int64 [N]
     loss_mask: torch.Tensor  # bool [N]; all true, except for the one token of a dummy
-    advantages: torch.Tensor  # float32 [N]
+    trajectories: (
+        torch.Tensor
+    )  # int64 [N]: the trajectory that a token belongs to, numbered from 0 among those with loss tokens
+    places: torch.Tensor  # int64 [N]: where the tokens stand among the step's T response tokens
     engine_logprobs: torch.Tensor  # float32 [N]
     tokens: int  # prompt and response tokens, padding not counted
 
@@ -38,17 +42,18 @@ class MicroBatch:
             positions=self.positions.to(device),
             targets=self.targets.to(device),
             loss_mask=self.loss_mask.to(device),
-            advantages=self.advantages.to(device),
+            trajectories=self.trajectories.to(device),
+            places=self.places.to(device),
             engine_logprobs=self.engine_logprobs.to(device),
             tokens=self.tokens,
         )
 
 
 class StepBatch:
-    """All N trajectories of a `TrainStep`, with their advantages."""
+    """All N trajectories of a `TrainStep`, with T response tokens."""
 
-    def __init__(self, message: TrainStep, *, normalize_std: bool) -> None:
-        """Check the batch and compute advantages.
+    def __init__(self, message: TrainStep) -> None:
+        """Check the batch.
 
         Raises:
             RunFailed: a reward or an engine logprob is not finite, or the arrays do not fit each other; names the step.
@@ -62,7 +67,7 @@ class StepBatch:
         self.in_loss = message.loss_mask.astype(bool)  # [sum of response lengths]
         self._check()
         try:
-            self.advantages = group_advantages(message.rewards, message.group_ids, normalize_std=normalize_std)
+            check_rewards(message.rewards.astype(np.float64), message.group_ids)
         except ValueError as error:
             raise RunFailed(f"step {message.step}: {error}") from error
 
@@ -71,9 +76,20 @@ class StepBatch:
         group_ids = self.message.group_ids.tolist()
         return split_mini_batches(self.lengths.tolist(), min(number, len(set(group_ids))), group_ids=group_ids)
 
-    def loss_tokens(self, rows: list[int]) -> int:
-        """Tokens of these rows that the loss counts."""
-        return sum(int(self.in_loss[self._response(row)].sum()) for row in rows)
+    def loss_tokens(self, rows: list[int]) -> NDArray[np.int64]:  # int64 [rows]
+        """Tokens of each of these rows that the loss counts."""
+        return np.array([self.in_loss[self._response(row)].sum() for row in rows], np.int64)
+
+    def token_weights(
+        self, mini_batches: list[list[int]], *, aggregation: Aggregation, max_response_tokens: int
+    ) -> NDArray[np.float32]:  # float32 [T]
+        """What each response token weighs in the loss of its mini-batch."""
+        weights = np.zeros(len(self.lengths), np.float64)
+        for rows in mini_batches:
+            weights[rows] = token_weights(
+                self.loss_tokens(rows), aggregation=aggregation, max_response_tokens=max_response_tokens
+            )
+        return np.repeat(weights, self.response_lengths).astype(np.float32)
 
     def share(self, rows: list[int], rank: int, ranks: int) -> list[int]:
         """The rows that one rank takes, balanced by tokens."""
@@ -112,7 +128,8 @@ class StepBatch:
             return _dummy()
         width = int(self.lengths[rows].max())
         token_ids = np.zeros((len(rows), width), np.int64)
-        positions, targets, advantages, engine_logprobs = [], [], [], []
+        positions, targets, trajectories, places = [], [], [], []
+        number = 0
         for index, row in enumerate(rows):
             prompt, start = int(self.prompt_lengths[row]), int(self.token_starts[row])
             tokens = self.message.token_ids[start : start + int(self.lengths[row])]
@@ -121,18 +138,21 @@ class StepBatch:
             # The logits at a position predict the token after it.
             positions.append(index * width + prompt - 1 + chosen)
             targets.append(tokens[prompt + chosen])
-            advantages.append(np.full(len(chosen), self.advantages[row], np.float32))
-            engine_logprobs.append(self.message.engine_logprobs[self._response(row)][chosen])
+            trajectories.append(np.full(len(chosen), number))
+            number += len(chosen) > 0
+            places.append(int(self.response_starts[row]) + chosen)
         flat_positions = np.concatenate(positions)
         if not len(flat_positions):
             return _dummy()
+        flat_places = np.concatenate(places)
         return MicroBatch(
             token_ids=torch.from_numpy(token_ids),
             positions=torch.from_numpy(flat_positions),
             targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
             loss_mask=torch.ones(len(flat_positions), dtype=torch.bool),
-            advantages=torch.from_numpy(np.concatenate(advantages)),
-            engine_logprobs=torch.from_numpy(np.concatenate(engine_logprobs).astype(np.float32)),
+            trajectories=torch.from_numpy(np.concatenate(trajectories)),
+            places=torch.from_numpy(flat_places),
+            engine_logprobs=torch.from_numpy(self.message.engine_logprobs[flat_places].astype(np.float32)),
             tokens=int(self.lengths[rows].sum()),
         )
 
@@ -179,7 +199,8 @@ def _dummy() -> MicroBatch:
         positions=torch.zeros(1, dtype=torch.int64),
         targets=torch.zeros(1, dtype=torch.int64),
         loss_mask=torch.zeros(1, dtype=torch.bool),
-        advantages=torch.zeros(1),
+        trajectories=torch.zeros(1, dtype=torch.int64),
+        places=torch.zeros(1, dtype=torch.int64),
         engine_logprobs=torch.zeros(1),
         tokens=0,
     )

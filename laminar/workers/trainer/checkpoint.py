@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from laminar.errors import UserError
 from laminar.protocol.messages import CheckpointSaved, SaveCheckpoint
 from laminar.workers.trainer.actor import Actor
+from laminar.workers.trainer.critic import named_state
 from laminar.workers.trainer.model_loading import named_weights
 from laminar.workers.trainer.parallel import full_tensor
 
@@ -141,6 +142,9 @@ def needed_bytes(actor: Actor) -> int:
     weights = named_weights(actor.model).values()
     master = sum(tensor.numel() * tensor.element_size() for tensor in weights)
     moments = 2 * sum(parameter.numel() * parameter.element_size() for parameter in actor.parameters)
+    if actor.critic is not None:
+        master += sum(tensor.numel() * tensor.element_size() for tensor in named_state(actor.critic).values())
+        moments += 2 * sum(parameter.numel() * parameter.element_size() for parameter in actor.critic.parameters)
     exported = sum(
         tensor.numel() * (actor.published_dtype.itemsize if tensor.is_floating_point() else tensor.element_size())
         for tensor in weights
@@ -154,23 +158,39 @@ def free_bytes(folder: Path) -> int:
 
 
 def _trainer_state(actor: Actor) -> dict[str, Any]:
-    """The model's and the optimizer's own tensors by name: loading into them is loading into the actor.
+    """The model's, the critic's and the optimizers' own tensors by name: loading into them is loading into the actor."""
+    weights = named_weights(actor.model)
+    device = actor.ranks.device
+    state: dict[str, Any] = {
+        "model": {name: tensor.detach() for name, tensor in weights.items()},
+        "optimizer": _optimizer_state(actor.optimizer, weights, device),
+    }
+    if actor.critic is not None:
+        own = named_state(actor.critic)
+        state["critic"] = {name: tensor.detach() for name, tensor in own.items()}
+        state["critic_optimizer"] = _optimizer_state(actor.critic.optimizer, own, device)
+    return state
+
+
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, dict[str, torch.Tensor]]:
+    """By name of the parameter.
 
     AdamW makes its state at the first update; here it is made before, with what it would start from. The learning rate
     is no state: it is computed from the step, which the marker holds.
     """
-    optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
-    weights = named_weights(actor.model)
+    result: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in weights.items():
         if not parameter.requires_grad:
             continue
-        state = actor.optimizer.state[parameter]
+        state = optimizer.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=actor.ranks.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
             state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
-        optimizer_state[name] = {key: state[key] for key in ("step", "exp_avg", "exp_avg_sq")}
-    return {"model": {name: tensor.detach() for name, tensor in weights.items()}, "optimizer": optimizer_state}
+        result[name] = {key: state[key] for key in ("step", "exp_avg", "exp_avg_sq")}
+    return result
 
 
 def _write_trainer(actor: Actor, folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from laminar.config.schema import OptimizerConfig
+from laminar.config.optimizer_schema import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from laminar.workers.trainer.ranks import Ranks
 from laminar.workers.trainer.scoring_model import ScoringModel
+from laminar.workers.trainer.value_model import ValueModel
 
 Strategy = Literal["data_parallel", "fsdp"]
 
 
-def distribute(model: ScoringModel, ranks: Ranks, strategy: Strategy, *, trained: bool) -> nn.Module:
-    """The model on this rank's device, in the wrapping of the strategy; call what is returned, not `model`.
+def distribute(model: ScoringModel | ValueModel, ranks: Ranks, strategy: Strategy, *, trained: bool) -> nn.Module:
+    """A model on this rank's device, in the wrapping of the strategy; call what is returned, not `model`.
 
     Mixed precision comes in here too: accelerate runs the forward pass under autocast, the parameters stay float32.
     """
@@ -66,7 +67,7 @@ def reshard(module: nn.Module) -> None:
         module.reshard()
 
 
-def _shard(model: ScoringModel, ranks: Ranks) -> None:
+def _shard(model: ScoringModel | ValueModel, ranks: Ranks) -> None:
     """Shard layer by layer, then the rest (embeddings, norm, head: together, since they may be tied)."""
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     layer_classes = set(model.model._no_split_modules or ())

@@ -21,11 +21,12 @@ from laminar.algorithms.logprobs import token_entropy, token_logprobs
 class ScoringModel(nn.Module):
     """What is wrapped by DDP or sharded; `model` stays the plain Hugging Face model with its own names."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float, *, entropy_gradient: bool = False) -> None:
         """`temperature` is the one that tokens were sampled with; 0 (greedy) is scored as 1."""
         super().__init__()
         self.model = model
         self._temperature = temperature if temperature > 0 else 1.0
+        self._entropy_gradient = entropy_gradient
         self._positions: torch.Tensor | None = None
         head: nn.Module | None = model.get_output_embeddings()
         if head is not None:
@@ -37,7 +38,7 @@ class ScoringModel(nn.Module):
         positions: torch.Tensor,  # int64 [N]: index into B * L of the position whose logits predict the token
         targets: torch.Tensor,  # int64 [N]
     ) -> tuple[torch.Tensor, torch.Tensor]:  # float32 [N], float32 [N]
-        """(logprobs with gradient, entropies without) of the targets."""
+        """(logprobs with gradient, entropies, with gradient if that was asked for) of the targets."""
         self._positions = positions
         try:
             logits = self.model(input_ids=token_ids, use_cache=False).logits
@@ -49,7 +50,8 @@ class ScoringModel(nn.Module):
             rows = rows[positions]
         # The outputs of a sharded module must be no views (fully_shard hooks its backward pass onto them).
         logprobs = token_logprobs(rows, targets, self._temperature).clone()
-        return logprobs, token_entropy(rows.detach(), self._temperature).clone()
+        entropies = token_entropy(rows if self._entropy_gradient else rows.detach(), self._temperature).clone()
+        return logprobs, entropies
 
     def _drop_positions(self, head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the head: [B, L, H] -> [1, N, H]."""

@@ -21,6 +21,7 @@ from laminar.weights.store import WeightStore
 from laminar.workers.trainer import checkpoint as checkpoint_module
 from laminar.workers.trainer.actor import Actor
 from laminar.workers.trainer.checkpoint import load_checkpoint, save_checkpoint
+from laminar.workers.trainer.critic import named_state
 from laminar.workers.trainer.model_loading import named_weights
 from laminar.workers.trainer.parallel import full_tensor
 from laminar.workers.trainer.publish import Publisher
@@ -29,14 +30,22 @@ from tests.workers.trainer.batches import random_step
 
 
 def weights_of(actor):
-    return {name: full_tensor(tensor).clone().contiguous() for name, tensor in named_weights(actor.model).items()}
+    """The actor's weights by name, and the critic's after `critic.`."""
+    weights = dict(named_weights(actor.model))
+    if actor.critic is not None:
+        weights |= {f"critic.{name}": tensor for name, tensor in named_state(actor.critic).items()}
+    return {name: full_tensor(tensor).clone().contiguous() for name, tensor in weights.items()}
 
 
 def steps_with(actor):
     """SGD for rounding errors to stay as small as they are; then AdamW, which the checkpoint is to hold."""
-    adam, actor.optimizer = actor.optimizer, torch.optim.SGD(actor.parameters, lr=1.0)
+    trained = [actor] if actor.critic is None else [actor, actor.critic]
+    adams = [part.optimizer for part in trained]
+    for part in trained:
+        part.optimizer = torch.optim.SGD(part.parameters, lr=1.0)
     metrics = [actor.train_step(random_step(1, groups=5, seed=11)), actor.train_step(random_step(2, groups=1, seed=12))]
-    actor.optimizer = adam
+    for part, adam in zip(trained, adams, strict=True):
+        part.optimizer = adam
     return metrics
 
 

@@ -21,7 +21,8 @@ METRICS = {
     "reward_std",
     "advantage_abs_mean",
     "mismatch_kl",
-    "importance_capped_fraction",
+    "importance_cut_fraction",
+    "importance_weight_mean",
     "clip_fraction_high",
     "clip_fraction_low",
     "ratio_max",
@@ -80,18 +81,27 @@ def naive_updates(folder, message, mini_batches, *, learning_rate, kl_coefficien
     return dict(model.named_parameters()), losses
 
 
+def grpo_of(message):
+    """Advantages as written down in the paper."""
+    groups = {group: message.rewards[message.group_ids == group] for group in set(message.group_ids.tolist())}
+    return [
+        float((reward - groups[group].mean()) / (groups[group].std(ddof=1) + 1e-6))
+        for reward, group in zip(message.rewards, message.group_ids.tolist(), strict=True)
+    ]
+
+
 @pytest.mark.parametrize("mini_batches", [1, 2])
 @pytest.mark.parametrize("kl_coefficient", [0.0, 0.5])
 def test_update_equals_a_plain_implementation(make_actor, model_folder, tmp_path, mini_batches, kl_coefficient):
-    algorithm = {"kl_coefficient": kl_coefficient}
+    algorithm = {"kl": {"coefficient": kl_coefficient}}
     reference = None
     if kl_coefficient:
-        algorithm["reference_path"] = str(make_model(tmp_path, seed=9))
+        algorithm["kl"]["reference_path"] = str(make_model(tmp_path, seed=9))
         reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     # 1e-5: Adam's first updates follow the sign of the gradient, and where that is a rounding error so is the sign.
     actor = make_actor(algorithm=algorithm, optimizer={"learning_rate": 1e-5})
     message = random_step(seed=2, mini_batches=mini_batches)
-    rows = StepBatch(message, normalize_std=True).mini_batches(mini_batches)
+    rows = StepBatch(message).mini_batches(mini_batches)
     assert len(rows) == mini_batches
     expected, losses = naive_updates(
         model_folder, message, rows, learning_rate=1e-5, kl_coefficient=kl_coefficient, reference=reference
@@ -117,7 +127,7 @@ def test_gradient_equals_a_plain_implementation(make_actor, model_folder):
     metrics = actor.train_step(message)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     new = naive_logprobs(model, message)
-    advantages = StepBatch(message, normalize_std=True).advantages
+    advantages = grpo_of(message)
     objective = sum(
         ((logprobs.detach() - engine).exp().clamp(max=2.0) * advantage * logprobs)[mask].sum()
         for logprobs, advantage, (_, _, mask, engine) in zip(new, advantages, trajectories(message), strict=True)
@@ -285,15 +295,15 @@ def test_bfloat16_keeps_float32_parameters(make_actor):
 
 
 def test_kl_to_the_reference_grows_from_zero(make_actor):
-    actor = make_actor(algorithm={"kl_coefficient": 0.01})
+    actor = make_actor(algorithm={"kl": {"coefficient": 0.01}})
     kls = [actor.train_step(random_step(step))["kl_reference"] for step in (1, 2, 3)]
     assert kls[0] == pytest.approx(0, abs=1e-9)
     assert kls[2] > kls[1] > 1e-6
 
 
 def test_importance_correction_can_be_off(make_actor):
-    metrics = make_actor(algorithm={"importance_cap": None}).train_step(random_step())
-    assert "importance_capped_fraction" not in metrics
+    metrics = make_actor(algorithm={"correction": {"method": "none"}}).train_step(random_step())
+    assert "importance_cut_fraction" not in metrics
 
 
 def test_other_number_of_ranks_than_configured(make_actor):

@@ -12,13 +12,13 @@ from tests.workers.trainer.batches import random_step, trajectories
 
 def test_micro_batch_holds_exactly_the_loss_tokens():
     message = random_step(seed=3)
-    batch = StepBatch(message, normalize_std=True)
+    batch = StepBatch(message)
     rows = [1, 7, 10]
     micro_batch = batch.micro_batch(rows)
     naive = list(trajectories(message))
     width = micro_batch.token_ids.shape[1]
     assert width == max(len(naive[row][0]) for row in rows)
-    expected_positions, expected_targets, expected_logprobs, expected_advantages = [], [], [], []
+    expected_positions, expected_targets, expected_logprobs, expected_trajectories = [], [], [], []
     for index, row in enumerate(rows):
         token_ids, prompt, mask, engine = naive[row]
         assert micro_batch.token_ids[index, : len(token_ids)].tolist() == token_ids.tolist()
@@ -27,19 +27,21 @@ def test_micro_batch_holds_exactly_the_loss_tokens():
                 expected_positions.append(index * width + prompt + t - 1)
                 expected_targets.append(token_ids[prompt + t].item())
                 expected_logprobs.append(engine[t].item())
-                expected_advantages.append(batch.advantages[row])
+                expected_trajectories.append(index)
     assert micro_batch.positions.tolist() == expected_positions
     assert micro_batch.targets.tolist() == expected_targets
     assert micro_batch.engine_logprobs.tolist() == expected_logprobs
-    assert micro_batch.advantages.tolist() == expected_advantages
+    assert micro_batch.trajectories.tolist() == expected_trajectories
+    assert message.engine_logprobs[micro_batch.places].tolist() == expected_logprobs
+    assert message.loss_mask[micro_batch.places].all()
     assert micro_batch.tokens == sum(len(naive[row][0]) for row in rows)
     assert micro_batch.loss_mask.all()
-    assert batch.loss_tokens(rows) == len(expected_targets)
+    assert batch.loss_tokens(rows).tolist() == [int(naive[row][2].sum()) for row in rows]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_row_is_in_one_micro_batch_of_one_rank(ranks):
-    batch = StepBatch(random_step(groups=5, seed=4), normalize_std=True)
+    batch = StepBatch(random_step(groups=5, seed=4))
     rows = []
     for mini_batch in batch.mini_batches(2):
         groups = set(batch.message.group_ids[mini_batch])
@@ -52,7 +54,7 @@ def test_every_row_is_in_one_micro_batch_of_one_rank(ranks):
 
 
 def test_budget_holds_and_a_longer_row_makes_one_alone():
-    batch = StepBatch(random_step(seed=5), normalize_std=True)
+    batch = StepBatch(random_step(seed=5))
     longest = int(batch.lengths.max())
     for rows in batch.pack(list(range(16)), longest - 1):
         assert len(rows) * batch.lengths[rows].max() <= longest
@@ -70,7 +72,7 @@ def test_number_of_micro_batches_weighs_padding_against_passes():
         loss_mask=np.ones(responses.sum(), np.uint8),
         engine_logprobs=np.zeros(responses.sum(), np.float32),
     )
-    batch = StepBatch(dataclasses.replace(message), normalize_std=True)
+    batch = StepBatch(dataclasses.replace(message))
     rows = list(range(8))
     assert batch.best_number(rows, 10_000, pass_cost=0) == 2  # 4 * 4 + 4 * 100 tokens, no padding
     assert batch.best_number(rows, 10_000, pass_cost=1000) == 1  # 8 * 100 tokens
@@ -78,12 +80,29 @@ def test_number_of_micro_batches_weighs_padding_against_passes():
     assert batch.best_number([], 200, pass_cost=10) == 0
 
 
+def test_trajectories_without_loss_tokens_are_not_numbered():
+    message = random_step(seed=3, lengths=(0, 2), masked=False)
+    empty, full = (np.flatnonzero(message.response_lengths == length).tolist() for length in (0, 1))
+    micro_batch = StepBatch(message).micro_batch([*empty[:2], full[0], empty[2], full[1]])
+    assert micro_batch.trajectories.tolist() == [0, 1]
+
+
+def test_weights_are_those_of_the_mini_batch():
+    batch = StepBatch(random_step(groups=4, seed=3))
+    mini_batches = batch.mini_batches(2)
+    for aggregation in ("token", "trajectory"):
+        weights = batch.token_weights(mini_batches, aggregation=aggregation, max_response_tokens=20)
+        for rows in mini_batches:
+            mine = np.isin(np.repeat(np.arange(len(batch.lengths)), batch.response_lengths), rows)
+            assert weights[mine & batch.in_loss].sum() == pytest.approx(1.0, rel=1e-5)
+
+
 def test_fewer_groups_than_mini_batches():
-    assert len(StepBatch(random_step(groups=2), normalize_std=True).mini_batches(4)) == 2
+    assert len(StepBatch(random_step(groups=2)).mini_batches(4)) == 2
 
 
 def test_dummy_counts_nothing():
-    dummy = StepBatch(random_step(), normalize_std=True).micro_batch([])
+    dummy = StepBatch(random_step()).micro_batch([])
     assert not dummy.loss_mask.any()
     assert dummy.tokens == 0
 
@@ -94,13 +113,13 @@ def test_engine_logprob_that_is_not_finite_names_step_and_place():
     place = int(message.response_lengths[:3].sum())
     engine[place] = np.nan
     with pytest.raises(RunFailed, match=r"step 7: engine_logprobs .*trajectory 3 .*group 700\), token 0 "):
-        StepBatch(dataclasses.replace(message, engine_logprobs=engine), normalize_std=True)
+        StepBatch(dataclasses.replace(message, engine_logprobs=engine))
 
 
 def test_masked_engine_logprobs_may_be_anything():
     message = random_step()
     engine = np.where(message.loss_mask == 1, message.engine_logprobs, np.nan).astype(np.float32)
-    StepBatch(dataclasses.replace(message, engine_logprobs=engine), normalize_std=True)
+    StepBatch(dataclasses.replace(message, engine_logprobs=engine))
 
 
 def test_reward_that_is_not_finite():
@@ -108,12 +127,12 @@ def test_reward_that_is_not_finite():
     rewards = message.rewards.copy()
     rewards[2] = np.inf
     with pytest.raises(RunFailed, match=r"step 7: reward is not finite: rewards\[2\]"):
-        StepBatch(dataclasses.replace(message, rewards=rewards), normalize_std=True)
+        StepBatch(dataclasses.replace(message, rewards=rewards))
 
 
 def test_arrays_that_do_not_fit():
     message = random_step(step=7)
     with pytest.raises(RunFailed, match="step 7: the arrays"):
-        StepBatch(dataclasses.replace(message, token_ids=message.token_ids[:-1]), normalize_std=True)
+        StepBatch(dataclasses.replace(message, token_ids=message.token_ids[:-1]))
     with pytest.raises(RunFailed, match="step 7: the arrays"):
-        StepBatch(dataclasses.replace(message, rewards=message.rewards[:-1]), normalize_std=True)
+        StepBatch(dataclasses.replace(message, rewards=message.rewards[:-1]))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.config.schema import OptimizerConfig
+from laminar.config.optimizer_schema import OptimizerConfig
 from laminar.workers.trainer.learning_rate import learning_rate
 
 

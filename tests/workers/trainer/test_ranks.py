@@ -18,10 +18,22 @@ from tests.workers.trainer.batches import largest_difference, parameters_of
 from tests.workers.trainer.ranks_driver import steps_with, weights_of
 
 ROOT = Path(__file__).parents[3]
-STRATEGIES = ("data_parallel", "fsdp")
+STRATEGIES = ("data_parallel", "fsdp", "data_parallel-ppo", "fsdp-ppo")
 OPTIONS = {"max_tokens_per_micro_batch": 60, "mini_batches": 2, "groups_per_step": 5}
-ALGORITHM = {"kl_coefficient": 0.1}
+GRPO = {"kl": {"coefficient": 0.1}}
+PPO = {
+    "advantage": "gae",
+    "loss": "gspo",
+    "clip_high": 0.3,
+    "gae_lambda": 0.9,
+    "kl": {"coefficient": 0.1, "apply_to": "reward"},
+    "entropy_coefficient": 0.01,
+}
 TIMES = {"forward_backward_s", "optimizer_s"}
+
+
+def algorithm_of(strategy):
+    return PPO if strategy.endswith("-ppo") else GRPO
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +54,10 @@ def two_ranks(tmp_path_factory, model_folder):
                     "steps": 10,
                     "group_size": 4,
                     "ranks": 2,
-                    "strategy": strategy,
+                    "strategy": strategy.partition("-")[0],
                     "optimizer": {"learning_rate": 1e-3},
                 },
-                "algorithm": ALGORITHM,
+                "algorithm": algorithm_of(strategy),
             }
         )
         (folder / strategy).mkdir()
@@ -73,9 +85,9 @@ def results(two_ranks):
 
 
 @pytest.fixture
-def one_rank(make_actor):
+def one_rank(make_actor, strategy):
     """The same steps on one rank, in one micro-batch."""
-    actor = make_actor(**OPTIONS | {"max_tokens_per_micro_batch": 10_000}, algorithm=ALGORITHM)
+    actor = make_actor(**OPTIONS | {"max_tokens_per_micro_batch": 10_000}, algorithm=algorithm_of(strategy))
     metrics = steps_with(actor)
     return weights_of(actor), metrics
 
@@ -107,7 +119,8 @@ def test_published_tensors_are_the_trained_ones(two_ranks, model_folder, strateg
     assert "lm_head.weight" in start
     for policy_version, expected in ((0, start), (1, load_file(folder / strategy / "weights.safetensors"))):
         published = dict(read_tensors(store.path(policy_version)))
-        assert published.keys() == expected.keys() - {"lm_head.weight"}
+        policy = {name for name in expected if not name.startswith("critic.")}
+        assert published.keys() == policy - {"lm_head.weight"}
         assert all(torch.equal(tensor, expected[name]) for name, tensor in published.items())
 
 
@@ -124,7 +137,7 @@ def test_checkpoint_of_two_ranks(two_ranks, results, make_actor, strategy):
         assert result["next_step_equal"]
     # It can be loaded on one rank too, and its Hugging Face folder holds the same weights.
     folder = two_ranks[0] / strategy / "checkpoint"
-    actor = make_actor()
+    actor = make_actor(algorithm=algorithm_of(strategy))
     load_checkpoint(actor, folder)
     exported = AutoModelForCausalLM.from_pretrained(folder / "huggingface")
     assert largest_difference(parameters_of(actor), dict(exported.named_parameters())) == 0

@@ -43,7 +43,7 @@ def test_logprobs_and_entropies_equal_those_of_each_trajectory_alone(model_folde
         case "gemma2":
             model = gemma2_with_capped_logits().eval()
     message = random_step(seed=1)
-    micro_batch = StepBatch(message, normalize_std=True).micro_batch(list(range(16)))
+    micro_batch = StepBatch(message).micro_batch(list(range(16)))
     shapes = []
     model.get_output_embeddings().register_forward_hook(lambda module, args, output: shapes.append(output.shape))
     with torch.no_grad():
