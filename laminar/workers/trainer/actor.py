@@ -1,13 +1,15 @@
 """The learning itself: model, reference model, optimizer, and one actor update at a time.
 
-Invariant: the update does not depend on the number of ranks nor on how the step is cut into micro-batches. Every
-micro-batch divides its loss by the loss tokens of the whole mini-batch, over all ranks.
+Invariants: the update does not depend on the number of ranks nor on how the step is cut into micro-batches: every
+micro-batch divides its loss by the loss tokens of the whole mini-batch, over all ranks. It does not depend on what was done
+before the parameters and the optimizer came to be as they are, either: a restart at any step continues exactly.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+import zlib
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -87,6 +89,8 @@ class Actor:
             RunFailed: a reward, an engine logprob, the loss or the gradient norm is not finite; names step and metric.
                 The update in question is not applied.
         """
+        # Dropout's draws: a function of the step, so there is no random state to restore.
+        torch.manual_seed(zlib.crc32(f"{self.config.seed}/{message.step}/{message.part}/{self.ranks.rank}".encode()))
         batch = StepBatch(message, normalize_std=self.config.algorithm.normalize_std)
         rate = learning_rate(self.config.trainer.optimizer, message.step, self.config.trainer.steps)
         for group in self.optimizer.param_groups:
