@@ -235,6 +235,11 @@ async def completions(connection: ReplConnection, names: list[str], typed: str) 
         candidates = names
     elif before in ("pause", "resume"):
         candidates = ["generation", "training"]
+    elif before in ("drain", "remove"):
+        try:
+            candidates = [entry["rollout"] for entry in (await connection.ask("rollouts")).data]
+        except (RunEnded, RunFailed):
+            candidates = []
     elif before == "trajectory":
         try:
             candidates = [entry["trajectory"] for entry in (await connection.ask("trajectory")).data]

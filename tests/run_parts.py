@@ -13,6 +13,7 @@ from laminar.config.schema import BufferConfig, ExperimentConfig
 from laminar.controller.checkpoints import Checkpoints
 from laminar.controller.dynamic_sampling import DynamicSampling
 from laminar.controller.experience_buffer import ExperienceBuffer
+from laminar.controller.fleet_health import FleetHealth
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
 from laminar.controller.relay import Relay
@@ -144,6 +145,21 @@ class HandRollouts:
 
 
 @dataclass(slots=True)
+class HandFleet:
+    health: FleetHealth
+    by_hand: bool = False
+    begun: bool = True
+    asked: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def add(self, count: int) -> list[str]:
+        self.asked.append(("add", count))
+        return [f"rollout-{2 + number}" for number in range(count)]
+
+    def leave(self, name: str, reason: str, *, moves_after_s: float | None) -> None:
+        self.asked.append((name, moves_after_s))
+
+
+@dataclass(slots=True)
 class HandTrainer:
     clock: StateClock
     step: int = 3
@@ -167,6 +183,7 @@ class HandView:
             relays={0: Relay(rank=0, keep=2, versions=[2, 3]), 1: Relay(rank=1, keep=2, versions=[2])}
         )
         self.rollouts = HandRollouts()
+        self.fleet = HandFleet(FleetHealth(restarts=3, host_failures=6, suspect_after_s=5.0))
         self.trainer = HandTrainer(clock=StateClock("trajectories", self.now))
         self.buffer = ExperienceBuffer(
             self.events, BufferConfig(), DynamicSampling(DynamicSamplingConfig(), groups_per_step=4), steps=4
@@ -182,6 +199,8 @@ class HandView:
             clock = StateClock("generating", self.now)
             replica = Replica(name=f"rollout-{index}", relay=self.relays.relays[index], clock=clock)
             replica.policy_version = version
+            self.fleet.health.came(replica.name, "host-a", 50.0)
+            self.fleet.health.serves(replica.name, 60.0)
             replica.load = RolloutLoad(running=1, waiting=index, kv_utilization=0.5)
             replica.generated_tokens = 600
             self.rollouts.replicas[replica.name] = replica

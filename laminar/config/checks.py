@@ -184,6 +184,17 @@ def _limits(config: ExperimentConfig) -> Iterator[str]:
             f"controller.silence_limit_s: {controller.silence_limit_s:g}; expected at least twice controller.heartbeat_s "
             f"({controller.heartbeat_s:g}), or a peer counts as lost between two heartbeats; raise it"
         )
+    rollout = config.rollout
+    if rollout.suspect_after_s < 2 * controller.heartbeat_s:
+        yield (
+            f"rollout.suspect_after_s: {rollout.suspect_after_s:g}; expected at least twice controller.heartbeat_s "
+            f"({controller.heartbeat_s:g}), or a replica is a suspect between two heartbeats; raise it"
+        )
+    if rollout.silence_limit_s < rollout.suspect_after_s:
+        yield (
+            f"rollout.silence_limit_s: {rollout.silence_limit_s:g}; expected at least rollout.suspect_after_s "
+            f"({rollout.suspect_after_s:g}): a replica is a suspect before it counts as lost; raise it"
+        )
     if config.relay.stall_limit_s >= config.relay.broadcast_timeout_s:
         yield (
             f"relay.stall_limit_s: {config.relay.stall_limit_s:g}; expected below relay.broadcast_timeout_s "

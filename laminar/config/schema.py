@@ -120,7 +120,15 @@ class RolloutConfig(Section):
     threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads per replica."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """How often a lost replica is started anew before the run goes on without it."""
+    """How often within an hour a lost replica is started anew, on the same devices, before the run goes on without it."""
+    host_failures: Annotated[int, Field(ge=0)] = 6
+    """Losses of replicas on one host within an hour after which the host is evicted: its other replicas leave, and none from there is let in. Never the only host."""
+    suspect_after_s: Annotated[float, Field(gt=0)] = 5.0
+    """A replica that has been silent for so long is a suspect: it is given nothing new until it is heard again. Seconds."""
+    silence_limit_s: Annotated[float, Field(gt=0)] = 20.0
+    """A replica that has been silent for so long (it hangs, or is cut off) counts as lost: its trajectories go on elsewhere. Seconds."""
+    drain_s: Annotated[float, Field(gt=0)] = 30.0
+    """What a replica that gets SIGTERM (a spot instance's notice) has until it must be gone, in seconds: for half of it, it finishes what it has; what is left then goes on elsewhere."""
     on_lost_version: Literal["regenerate", "wait"] = "regenerate"
     """Trajectories of a lost replica whose version no replica serves and no relay holds any more: generate them anew with the newest version, or wait for that version."""
 

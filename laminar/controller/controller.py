@@ -216,6 +216,7 @@ class Controller:
             group.create_task(self.environments.watch_forever(), name="watch over environment workers"),
         ]
         tasks.append(group.create_task(self.driver.watch_forever(), name="watch over rollouts"))
+        tasks.append(group.create_task(self.fleet.watch_forever(), name="rollouts' heartbeats"))
         lives: list[Live] = [self.driver.drive]
         if self.config.repack.enabled:
             lives.append(self.repacker.poll_forever)

@@ -93,6 +93,7 @@ class Repacker:
             and replica.in_flight
             and replica.stopping_for is None
             and not replica.receiving
+            and self._manager.fleet.takes_work(replica)
         ]
 
     async def _move(self, move: Move) -> None:

@@ -8,6 +8,10 @@ from typing import Any
 from laminar.observability.plain_text import Cell, table
 
 
+class CommandError(Exception):
+    """The command was not understood, or cannot be done; the text says what would be."""
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Answer:
     """For people, and in JSON's types for programs."""

@@ -1,6 +1,7 @@
 """The commands of the REPL: a table from a name to a function of the live run. They return text, and the same as data.
 
-They only read, except `pause`, `resume` and `stop`, which go through `RunControl`. None of them waits.
+They only read, except `pause`, `resume` and `stop`, which go through `RunControl`, and those of `repl_fleet.py`. None of them
+waits.
 """
 
 from __future__ import annotations
@@ -12,17 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from laminar.controller.recent_results import RecentResults
-from laminar.controller.repl_answer import Answer
+from laminar.controller.repl_answer import Answer, CommandError
+from laminar.controller.repl_fleet import add_rollouts, drain_rollout, remove_rollout
 from laminar.controller.repl_trajectory import trajectories, trajectory
-from laminar.controller.repl_views import buffer, relays, rollouts, status, trainer
+from laminar.controller.repl_views import buffer, fleet, relays, rollouts, status, trainer
 from laminar.controller.run_view import RunView
 from laminar.observability.plain_text import fields
 
 PARTS = ("generation", "training")
-
-
-class CommandError(Exception):
-    """The command was not understood; the text says what would be."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -124,6 +122,11 @@ COMMANDS: dict[str, Command] = {
     "rollouts": Command(
         arguments="", help="every rollout, its load and what it waits for", function=lambda view, *_: rollouts(view)
     ),
+    "fleet": Command(
+        arguments="",
+        help="how every rollout fares, those included that have left",
+        function=lambda view, *_: fleet(view),
+    ),
     "relays": Command(
         arguments="", help="the chain and which weights each relay holds", function=lambda view, *_: relays(view)
     ),
@@ -138,6 +141,19 @@ COMMANDS: dict[str, Command] = {
     ),
     "pause": Command(arguments="[generation|training]", help="start no new prompts and/or steps", function=_pause),
     "resume": Command(arguments="[generation|training]", help="undo pause", function=_resume),
+    "add": Command(
+        arguments="[COUNT]", help="start more rollouts", function=lambda view, _, words: add_rollouts(view, words)
+    ),
+    "drain": Command(
+        arguments="ROLLOUT",
+        help="a rollout gets nothing new and leaves when it has finished what it has",
+        function=lambda view, _, words: drain_rollout(view, words),
+    ),
+    "remove": Command(
+        arguments="ROLLOUT",
+        help="a rollout leaves now; what it has goes on elsewhere",
+        function=lambda view, _, words: remove_rollout(view, words),
+    ),
     "stop": Command(arguments="", help="end the run after the current step, with a checkpoint", function=_stop),
     "help": Command(arguments="", help="this list", function=_help),
 }

@@ -18,7 +18,8 @@ import tempfile
 from pathlib import Path
 
 from laminar.controller.recent_results import RecentResults
-from laminar.controller.repl_commands import CommandError, execute
+from laminar.controller.repl_answer import CommandError
+from laminar.controller.repl_commands import execute
 from laminar.controller.run_view import RunView
 from laminar.observability.events import Notice
 from laminar.observability.json_lines import plain

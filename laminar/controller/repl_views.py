@@ -87,6 +87,7 @@ def _rollout(view: RunView, replica: Replica) -> dict[str, Cell]:
     return {
         "rollout": replica.name,
         "version": replica.policy_version,
+        "health": view.fleet.health.health(replica.name).value,
         "state": replica.clock.state,
         "in flight": len(replica.in_flight),
         "running": replica.load.running,
@@ -99,6 +100,29 @@ def _rollout(view: RunView, replica: Replica) -> dict[str, Cell]:
         "host": worker.host if worker else None,
         "process": worker.pid if worker else None,
     }
+
+
+def fleet(view: RunView) -> Answer:
+    """How every rollout of the run fares, those included that have left."""
+    now = view.now()
+    rows: list[dict[str, Cell]] = []
+    for member in view.fleet.health.members.values():
+        worker = view.registry.workers.get(member.name)
+        rows.append(
+            {
+                "rollout": member.name,
+                "health": member.health.value,
+                "for": duration(now - member.since),
+                "heard": f"{now - worker.last_heard:.1f} s ago" if worker else None,
+                "failures": len(member.failures),
+                "host": member.host or None,
+                "why": member.reason or None,
+            }
+        )
+    text = rows_as_text(rows)
+    if hosts := view.fleet.health.evicted_hosts:
+        text += "\n\n" + fields((f"evicted host {host}", why) for host, why in hosts.items())
+    return Answer(text=text, data={"rollouts": rows, "evicted_hosts": dict(hosts)})
 
 
 def relays(view: RunView) -> Answer:

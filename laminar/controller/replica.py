@@ -25,6 +25,8 @@ class Replica:
     to_abort: list[str] = field(default_factory=list)  # trajectories that nobody wants any more
     stopping_for: str | None = None  # it was told to stop all; they go on at this rollout (itself under `partial`)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)  # set when all have stopped, or it was lost
+    leaving: bool = False  # it gets nothing new, and goes when it has nothing left
+    moves_out: bool = False  # what it still has goes on elsewhere
     receiving: int = 0  # rollouts that are being emptied into this one
     load: RolloutLoad = NO_LOAD  # newest
     observed: RolloutLoad | None = None  # at the newest poll

@@ -21,6 +21,7 @@ from laminar.errors import RunFailed, WorkerLost
 from laminar.observability.events import EventBus, Notice, WeightsPulled
 from laminar.protocol import messages
 
+ELSEWHERE = ""  # where stopped trajectories go on that are for no rollout in particular
 LONGEST_WATCH_S = 10.0  # between two looks; so much later than its limit silence is noticed at most
 
 
@@ -66,22 +67,38 @@ class RolloutDriver:
             ids, replica.to_abort = tuple(replica.to_abort), []
             await self._registry.send(replica.name, messages.AbortTrajectories(trajectory_ids=ids))
         if replica.stopping_for is None:
-            wanted = self._manager.wanted_version(replica)
-            if wanted == replica.policy_version:
-                if wanted >= 0:
-                    await self._fill(replica)
-            elif not replica.in_flight:
-                if self._manager.may_pull(replica, wanted):
-                    await self._pull(replica, wanted)
-                    return
-            elif self._manager.schedule.interrupts:
-                await self.stop(replica, replica.name)
+            if replica.leaving:
+                await self._leave(replica)
+            elif not self._manager.fleet.is_suspect(replica) and await self._serve(replica):
+                return  # a suspect gets nothing until it is heard again
         elif not replica.in_flight:  # all have been stopped
             replica.stopping_for = None
             replica.stopped.set()
             return
         replica.clock.enter(self._waits_for(replica))
         await replica.wake.wait()  # for something to do; `watch_forever` looks after rollouts that fall silent
+
+    async def _serve(self, replica: Replica) -> bool:
+        """Give it work, or have it pull; true when there may be more to do at once."""
+        wanted = self._manager.wanted_version(replica)
+        if wanted == replica.policy_version:
+            if wanted >= 0:
+                await self._fill(replica)
+        elif not replica.in_flight:
+            if self._manager.may_pull(replica, wanted):
+                await self._pull(replica, wanted)
+                return True
+        elif self._manager.schedule.interrupts:
+            await self.stop(replica, replica.name)
+        return False
+
+    async def _leave(self, replica: Replica) -> None:
+        """Raises WorkerLost when it has left."""
+        if not replica.in_flight:
+            await self._manager.fleet.let_go(replica)
+            raise WorkerLost(f"{replica.name} has left")
+        if replica.moves_out:
+            await self.stop(replica, ELSEWHERE)
 
     async def stop(self, replica: Replica, go_on_at: str) -> None:
         """Stop all its trajectories; as their last deltas come in, they wait to go on at that rollout."""
@@ -92,6 +109,8 @@ class RolloutDriver:
         if replica.in_flight:
             return "generating"
         manager = self._manager
+        if manager.fleet.is_suspect(replica):
+            return "suspect"
         if manager.control.generation_paused:
             return "paused"
         if manager.schedule.synchronizes and manager.pool.held:

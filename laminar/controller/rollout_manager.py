@@ -76,10 +76,9 @@ class RolloutManager:
 
     def relay_changed(self, relay: Relay) -> None:
         """It holds another version, or has come or gone: that concerns the rollouts on its host."""
+        self.fleet.relay_changed(relay)
         if self.schedule.synchronizes:
             self.fleet.wake_all()
-        else:
-            self.fleet.wake_those_of(relay)
 
     # ------------------------------------------------------------ giving work
 
@@ -118,6 +117,8 @@ class RolloutManager:
 
     def assignments(self, replica: Replica) -> tuple[messages.TrajectoryAssignment, ...]:
         """What this rollout should generate next, leased to it: what waits for it, then new groups."""
+        if not self.fleet.takes_work(replica):
+            return ()
         room = self._max_running - len(replica.in_flight)
         waiting = self.pool.take_waiting(replica.name, replica.policy_version, room)
         leased = [self._lease(trajectory, replica) for trajectory in waiting]
@@ -141,7 +142,7 @@ class RolloutManager:
         A rollout starts groups while it has fewer: otherwise the first to come would take all that the schedule admits.
         """
         total = self.pool.held + self._room(replica.policy_version) * self._group_size
-        return min(self._max_running, -(-total // len(self.replicas)))
+        return min(self._max_running, -(-total // self.fleet.at_work))
 
     def room_for_more(self) -> bool:
         """Whether a rollout that took the newest weights now could start a group."""
@@ -260,7 +261,7 @@ class RolloutManager:
         if trajectory.state is TrajectoryState.GENERATING:
             if trajectory.num_tokens < self._max_response_tokens:
                 target = replica.stopping_for
-                if target in self.replicas:
+                if target in self.replicas and not self.replicas[target].leaving:
                     self.pool.destine(trajectory, target)
                 else:
                     self.fleet.orphan(trajectory)

@@ -86,8 +86,11 @@ class WorkerRegistry:
         self._changed = asyncio.Event()
         self._losses: Counter[str] = Counter()  # by worker
         self._were_ready: dict[str, None] = {}  # names that were ready at least once
+        self._late: dict[str, None] = {}  # names that were added when the run had begun
         self._replaceable: dict[str, Callable[[Worker, str], None]] = {}
         self._on_ready: dict[str, Callable[[Worker], None]] = {}
+        # A host with a relay of its own may come at any time.
+        self._refusals: dict[str, Callable[[str, str], str]] = {"relay": lambda name, host: ""}
 
     def handle(self, message_type: type, handler: Handler) -> None:
         """Call `handler` for every message of this type that nobody awaits by `expect`."""
@@ -100,6 +103,15 @@ class WorkerRegistry:
     def on_ready(self, kind: str, callback: Callable[[Worker], None]) -> None:
         """Call `callback` whenever a worker of this kind has become ready."""
         self._on_ready[kind] = callback
+
+    def may_join(self, kind: str, refusal: Callable[[str, str], str]) -> None:
+        """Workers of this kind may come at any time, of any index, unless `refusal(name, host)` says why not."""
+        self._refusals[kind] = refusal
+
+    def expect_worker(self, name: str) -> None:
+        """The run wants this worker from now on, and goes on if it does not come."""
+        self._expected[name] = None
+        self._late[name] = None
 
     def expect(self, name: str, kinds: type | UnionType, matches: Callable[[Any], bool] = _any) -> asyncio.Future[Any]:
         """The next message of this type from this worker that `matches`, as a future; others of its type are passed by."""
@@ -282,13 +294,27 @@ class WorkerRegistry:
             raise WorkerLost(f"{name} was lost: {reason}")
         replace(worker, reason)
 
+    async def release(self, name: str, reason: str) -> None:
+        """A worker has done its part: it is told to end, and its end is no loss."""
+        worker = self.workers.pop(name, None)
+        if worker is None:
+            return
+        del self._by_peer[worker.peer]
+        self._turned_away[worker.peer] = None
+        self.dismiss(name)
+        for awaited in self._awaited.pop(name, []):
+            if not awaited.future.done():
+                awaited.future.set_exception(WorkerLost(f"{name} has left: {reason}"))
+        with contextlib.suppress(PeerGone):
+            await self._channel.send(worker.peer, Shutdown(reason=reason))
+
     def did_not_come(self, name: str, reason: str) -> None:
         """A process that was started anew ended before it said hello: whoever waits for it is told.
 
         Raises:
             WorkerLost: it was never ready, so the run has not begun.
         """
-        if name not in self._were_ready:
+        if name not in self._were_ready and name not in self._late:
             raise WorkerLost(f"{name} did not start: {reason}")
         self._losses[name] += 1
         self._announce()
@@ -302,19 +328,21 @@ class WorkerRegistry:
         with contextlib.suppress(PeerGone):
             await self._channel.send(peer, Shutdown(reason="this run does not know this worker (any more)"))
 
+    def _refusal(self, name: str, hello: Hello) -> str:
+        """Why this worker is not let in; empty if it is."""
+        if hello.version != laminar.__version__:
+            return f"it runs laminar {hello.version}, the controller {laminar.__version__}"
+        if hello.kind not in self._refusals and name not in self._expected:
+            return f"the config of this run has no {name}"
+        if name in self.workers:
+            return f"{name} is here already (process {self.workers[name].pid} on {self.workers[name].host})"
+        return self._refusals[hello.kind](name, hello.host) if hello.kind in self._refusals else ""
+
     async def _admit(self, peer: bytes, hello: Hello) -> None:
         name = f"{hello.kind}-{hello.index}"
-        refusal = ""
         if peer in self._turned_away or (self._by_peer.get(peer) is not None):
             return  # said twice
-        if hello.version != laminar.__version__:
-            refusal = f"it runs laminar {hello.version}, the controller {laminar.__version__}"
-        elif (
-            name not in self._expected and hello.kind != "relay"
-        ):  # a host with a relay of its own may come at any time
-            refusal = f"the config of this run has no {name}"
-        elif name in self.workers and self.workers[name].peer != peer:
-            refusal = f"{name} is here already (process {self.workers[name].pid} on {self.workers[name].host})"
+        refusal = self._refusal(name, hello)
         if refusal:
             self._events.emit(
                 Notice(level="warning", text=f"turned {name} (process {hello.pid} on {hello.host}) away: {refusal}")
@@ -334,6 +362,8 @@ class WorkerRegistry:
         )
         self.workers[name] = worker
         self._by_peer[peer] = worker
+        if hello.kind == "rollout":  # it may have come by itself
+            self._expected[name] = None
         self._events.emit(WorkerJoined(worker=name, host=hello.host, pid=hello.pid))
         try:
             await self._channel.send(peer, self._welcome(hello.kind, hello.index))

@@ -45,7 +45,7 @@ def local_commands(config: ExperimentConfig, run_dir: Path, run_id: str) -> list
     if config.launch.trainer == "local":
         commands.append(_trainer(config, run_dir, common))
     if config.launch.rollouts == "local":
-        commands += [_rollout(config, run_dir, common, index) for index in range(config.rollout.replicas)]
+        commands += [rollout_command(config, run_dir, common, index) for index in range(config.rollout.replicas)]
     if config.launch.environments == "local":
         commands += [environment_command(run_dir, common, index) for index in range(config.reward.workers)]
     return commands
@@ -115,7 +115,8 @@ def _trainer(config: ExperimentConfig, run_dir: Path, common: dict[str, str]) ->
     )
 
 
-def _rollout(config: ExperimentConfig, run_dir: Path, common: dict[str, str], index: int) -> Command:
+def rollout_command(config: ExperimentConfig, run_dir: Path, common: dict[str, str], index: int) -> Command:
+    """Command of one rollout; one that is added to the run has an index of its own and shares the last GPU if none is left."""
     degree = config.rollout.degree(index)
     before = sum(config.rollout.degree(other) for other in range(index))
     first = (config.trainer.ranks if config.launch.trainer == "local" else 0) + before

@@ -137,12 +137,17 @@ def _signal_group(pid: int, number: int) -> None:
 
 def processes_of_run(run_id: str) -> list[int]:
     """Processes of this machine whose environment names the run."""
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and is_of_run(int(entry.name), run_id)
+    ]
+
+
+def is_of_run(pid: int, run_id: str) -> bool:
+    """Whether there is such a process, and its environment names the run."""
     marker = f"{RUN_ID_VARIABLE}={run_id}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            if marker in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
+    try:
+        return marker in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False

@@ -7,9 +7,12 @@ process is killed, its children end by themselves, and the next start removes wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import secrets
 import shutil
 import signal
+import socket
 from pathlib import Path
 
 from laminar.config.schema import ExperimentConfig
@@ -27,8 +30,9 @@ from laminar.launch.commands import (
     local_commands,
     mpi_directory,
     relay_command,
+    rollout_command,
 )
-from laminar.launch.local import LocalLauncher
+from laminar.launch.local import LocalLauncher, is_of_run
 from laminar.observability.events import EventBus, Notice, ProcessStarted, WorkerJoined
 from laminar.observability.terminal import Terminal
 from laminar.protocol.connection import CONNECTION_FILE, Connection, CurveKeys
@@ -52,8 +56,8 @@ class LocalRun:
         self._run_id = f"{config.name[:60]}-{secrets.token_hex(4)}"
         self._events = events
         self._commands: dict[str, Command] = {}
-        self._said_hello: dict[str, None] = {}  # workers, since they were last started
-        events.subscribe(lambda event: self._said_hello.update({event.worker: None}), WorkerJoined)
+        self._said_hello: dict[str, int] = {}  # workers, since they were last started -> process
+        events.subscribe(self._on_joined, WorkerJoined)
         self._ending = False
         self._hurry = asyncio.Event()  # the person asked twice: wait for nothing
 
@@ -132,6 +136,9 @@ class LocalRun:
             self._commands[command.name] = command
             await self._start(command)
 
+    def _on_joined(self, event: WorkerJoined) -> None:
+        self._said_hello[event.worker] = event.pid if event.host == socket.gethostname() else 0
+
     async def _start(self, command: Command) -> None:
         for name in command.workers:
             self._said_hello.pop(name, None)
@@ -181,22 +188,39 @@ class LocalRun:
     def _end_relays(self) -> None:
         """Before all relays are started together again: none is left, nor what their Open MPI kept."""
         for rank in range(self._config.relay.count):
-            self._launcher.kill(f"relay-{rank}")
+            self._kill(f"relay-{rank}")
             self._controller.registry.lost(f"relay-{rank}", "all relays are started anew together")
         directory = mpi_directory(self._run_id)
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(mode=0o700)
 
     async def _restart(self, name: str, reason: str) -> None:
-        """Start a lost worker anew. Raises WorkerLost if it was started by hand."""
+        """Start a lost worker anew, or one that is added. Raises WorkerLost if it was started by hand."""
         if name == TIER:
             self._end_relays()
             name = MPIRUN
         elif name.startswith("relay-") and self._config.launch.relays == "local":
             environment = common_environment(self._run_dir, self._run_id)
             self._commands[name] = relay_command(self._run_dir, environment, int(name.removeprefix("relay-")))
+        elif name.startswith("rollout-") and self._config.launch.rollouts == "local":
+            environment = common_environment(self._run_dir, self._run_id)
+            index = int(name.removeprefix("rollout-"))
+            self._commands[name] = rollout_command(self._config, self._run_dir, environment, index)
         command = self._commands.get({"trainer": "torchrun"}.get(name, name))
         if command is None:
             raise WorkerLost(f"{name} was lost: {reason}. It was started by hand, so it is not restarted")
-        self._launcher.kill(command.name)  # it may hang
+        for worker in command.workers:
+            self._kill(worker)
+        self._launcher.kill(command.name)
         await self._start(command)
+
+    def _kill(self, worker: str) -> None:
+        """What is left of a lost worker's process: it may hang, and must not go on beside its successor.
+
+        Its launcher's end does not end it: torchrun's ranks have groups of their own, mpirun keeps the other relays.
+        """
+        self._launcher.kill(worker)
+        pid = self._said_hello.get(worker, 0)
+        if pid and is_of_run(pid, self._run_id):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -99,6 +99,25 @@ class RolloutsRepacked:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class RolloutHealthChanged:
+    """What `controller/fleet_health.py` says of a rollout now."""
+
+    rollout: str
+    health: str
+    reason: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrajectoriesRecovered:
+    """All trajectories of a rollout that was lost or left have gone on elsewhere, or ended."""
+
+    rollout: str  # that had them
+    trajectories: int
+    regenerated: int  # of them, started anew: their version was gone
+    seconds: float  # since it was lost, or since the last of them was stopped
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class TrainerRestarted:
     """The trainer stands at the step of its newest checkpoint again."""
 

@@ -43,6 +43,8 @@ TOLD_EVENTS: tuple[type, ...] = (
     kinds.WorkerReady,
     kinds.WorkerReplaced,
     kinds.RolloutLost,
+    kinds.RolloutHealthChanged,
+    kinds.TrajectoriesRecovered,
     kinds.TrainerRestarted,
     kinds.RolloutsRepacked,
     kinds.PromptRejected,

@@ -167,6 +167,13 @@ class PullFailed:
     error: str
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Leaving:
+    """The rollout must be gone in so many seconds (SIGTERM, a spot instance's notice); until then it serves."""
+
+    seconds: float
+
+
 # ---------------------------------------------------------------- controller -> relay, and back (or the trainer's rank 0)
 
 
@@ -420,6 +427,7 @@ MESSAGE_TYPES: tuple[type, ...] = (
     TrajectoryDeltas,
     WeightsPulled,
     PullFailed,
+    Leaving,
     RelayJoined,
     Carry,
     BroadcastEnded,

@@ -81,10 +81,11 @@ class SimulatedRun:
             UserError: the model or the longest trajectory does not fit onto a rollout.
         """
         self.options = options or RunOptions()
-        controller = experiment.controller
+        controller, rollout = experiment.controller, experiment.rollout
         if not self.options.heartbeats:
             controller = controller.model_copy(update={"heartbeat_s": NEVER_S, "silence_limit_s": NEVER_S})
-        self.experiment = experiment.model_copy(update={"controller": controller})
+            rollout = rollout.model_copy(update={"suspect_after_s": NEVER_S, "silence_limit_s": NEVER_S})
+        self.experiment = experiment.model_copy(update={"controller": controller, "rollout": rollout})
         self.models = models
         self.events = EventBus()
         self.loop: VirtualTimeLoop  # this and the next three are there once the run has begun

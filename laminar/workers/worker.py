@@ -50,6 +50,8 @@ class WorkerSession:
         self.name = f"{kind}-{index}"
         self.welcome: Welcome
         self.config: ExperimentConfig
+        # Called at the first SIGTERM instead of ending at once, for a worker that hands over what it has.
+        self.on_notice: Callable[[], None] | None = None
         self._channel = channel
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._last_heard = 0.0
@@ -165,6 +167,14 @@ async def watch_controller_process(connection: Connection) -> None:
         os.close(fd)
 
 
+def _on_sigterm(session: WorkerSession, serving: asyncio.Future[None]) -> None:
+    notice, session.on_notice = session.on_notice, None
+    if notice is None:
+        serving.cancel()
+    else:
+        notice()
+
+
 async def _run(kind: WorkerKind, index: int, connection: Connection, serve: Serve) -> int:
     """Exit status of one worker."""
     channel = ZmqWorkerChannel(connection, f"{kind}-{index}")
@@ -182,8 +192,8 @@ async def _run(kind: WorkerKind, index: int, connection: Connection, serve: Serv
             watch.result()
         join.result()
         serving = asyncio.ensure_future(serve(session))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, serving.cancel)
+        loop.add_signal_handler(signal.SIGINT, serving.cancel)
+        loop.add_signal_handler(signal.SIGTERM, _on_sigterm, session, serving)
         tasks += [
             serving,
             asyncio.create_task(session.receive_forever(), name="receive"),

@@ -313,10 +313,10 @@ async def test_a_failed_broadcast_is_told_and_training_goes_on(tmp_path):
 
 async def test_a_worker_of_another_version_or_run_is_turned_away(tmp_path):
     run = Run(fakes.experiment(), tmp_path)
-    stranger = fakes.FakeWorker(run.network, "rollout", 7)
+    stranger = fakes.FakeWorker(run.network, "environment", 7)
     run.workers.append(stranger)
     await run.to_the_end()
-    assert any("no rollout-7" in event.text for event in run.of(event_types.Notice))
+    assert any("no environment-7" in event.text for event in run.of(event_types.Notice))
     assert len(run.of(event_types.StepFinished)) == 3
 
 

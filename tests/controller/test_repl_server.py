@@ -120,9 +120,9 @@ async def test_status(client, view):
 async def test_rollouts(client):
     answer = await client.ask("rollouts")
     header, first, second = answer["text"].splitlines()
-    assert header.split()[:3] == ["rollout", "version", "state"]
-    assert " ".join(first.split()) == "rollout-0 3 generating 0 1 0 50 % 600 100 100 % 0 host-a 31"
-    assert " ".join(second.split()) == "rollout-1 2 generating 1 1 1 50 % 600 100 100 % 1 - -"
+    assert header.split()[:4] == ["rollout", "version", "health", "state"]
+    assert " ".join(first.split()) == "rollout-0 3 healthy generating 0 1 0 50 % 600 100 100 % 0 host-a 31"
+    assert " ".join(second.split()) == "rollout-1 2 healthy generating 1 1 1 50 % 600 100 100 % 1 - -"
     assert answer["data"][1]["waiting"] == 1
 
 
@@ -131,6 +131,50 @@ async def test_rollouts_before_there_are_any(client, view):
     view.registry.waiting_for = ["rollout-0 (not connected)"]
     answer = await client.ask("rollouts")
     assert answer["text"] == "no rollout is ready yet; waiting for rollout-0 (not connected)"
+
+
+async def test_fleet(client, view):
+    view.fleet.health.heard("rollout-1", 80.0, 100.0)
+    view.fleet.health.evicted_hosts["host-b"] = "it burns"
+    answer = await client.ask("fleet")
+    rows = [" ".join(line.split()) for line in answer["text"].splitlines()]
+    assert rows[0] == "rollout health for heard failures host why"
+    assert rows[2:] == ["rollout-1 suspect 6.0 s - 0 host-a silent for 20.0 s", "", "evicted host host-b it burns"]
+    assert answer["data"]["rollouts"][0]["health"] == "healthy"
+
+
+async def test_rollouts_are_added_drained_and_removed(client, view):
+    assert (await client.ask("add 2"))["text"].startswith("starting rollout-2, rollout-3")
+    assert (await client.ask("drain 1"))["text"] == "rollout-1 finishes 1 trajectories and leaves"
+    assert (await client.ask("remove rollout-0"))["data"] == {"rollout": "rollout-0", "trajectories": 0}
+    assert view.fleet.asked == [("add", 2), ("rollout-1", None), ("rollout-0", 0)]
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("add many", "'many' is no number of rollouts; expected: add [COUNT], 1 to 256"),
+        ("add 0", "'0' is no number"),
+        ("drain", "which one? expected: drain ROLLOUT, one of rollout-0, rollout-1"),
+        ("remove 7", "no rollout '7' is in this run"),
+        ("remove rolout-1", "no rollout 'rolout-1' is in this run; did you mean rollout-1?"),
+    ],
+)
+async def test_rollouts_that_cannot_come_or_leave(client, view, line, text):
+    answer = await client.ask(line)
+    assert not answer["ok"] and answer["text"].startswith(text)
+    assert view.fleet.asked == []
+
+
+async def test_the_last_rollout_stays(client, view):
+    view.fleet.health.leaves("rollout-0", 100.0, "drained")
+    assert "rollout-1 is the only rollout that is left" in (await client.ask("remove 1"))["text"]
+
+
+async def test_rollouts_that_are_started_by_hand_are_added_by_hand(client, view):
+    view.fleet.by_hand = True
+    text = (await client.ask("add 2"))["text"]
+    assert f"scripts/launch/rollouts.sh {view.run_dir} 2 2" in text and "--index 2" in text
 
 
 async def test_relays(client):

@@ -1,6 +1,7 @@
 """A real `laminar train` for the tests: its lines as they come, its processes, what it leaves behind."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -49,11 +50,23 @@ class LiveRun:
         self.output = ""
         self._command = [sys.executable, "-m", "laminar", "train", str(config), "--run-dir", str(run_dir), *options]
 
-    async def start(self):
+    async def start(self, **environment):
         self.process = await asyncio.create_subprocess_exec(
-            *self._command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True
+            *self._command,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **environment},
         )
         return self
+
+    async def attach(self, line):
+        """What `laminar attach RUN_DIR -c LINE` answers, as text; the command must be taken."""
+        command = (sys.executable, "-m", "laminar", "attach", str(self.run_dir), "-c", line)
+        attach = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        text, _ = await asyncio.wait_for(attach.communicate(), 60)
+        assert attach.returncode == 0, line
+        return text.decode()
 
     async def line(self, pattern, limit_s=240):
         """Read on until a line matches."""
@@ -99,6 +112,16 @@ class LiveRun:
         async with asyncio.timeout(limit_s):
             while pids := self.processes():
                 await asyncio.gather(*(_end_of(pid) for pid in pids))
+
+    def listening(self):
+        """TCP ports on which its processes listen, the controller's included."""
+        inodes = set()
+        for pid in [self.process.pid, *self.processes()]:
+            with contextlib.suppress(OSError):
+                links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+                inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
+        rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()]
+        return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
 
     def shared_memory(self):
         """What this run has in shared memory."""

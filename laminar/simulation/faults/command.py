@@ -19,6 +19,7 @@ from laminar.simulation.faults.run_schedule import FaultRun
 
 REPAIRS = (
     *("RolloutLost", "TrajectoryOrphaned", "TrajectoryMoved", "TrajectoryRestarted", "RolloutsRepacked"),
+    *("RolloutHealthChanged", "TrajectoriesRecovered"),
     *("TrainerRestarted", "GroupsReturned", "GroupDropped", "PromptRejected", "WorkerReplaced"),
 )
 SHRUNK = 3  # failing seeds that are shrunk; all are listed

@@ -18,6 +18,7 @@ SCHEDULES = ("laminar", "laminar", "partial", "synchronous", "one_step", "stream
 HEARTBEAT_S = 2.0
 WAVE_S = 20.0  # longer than the longest trajectory takes, its reward included
 SILENCE_LIMIT_S = 9.0
+SUSPECT_AFTER_S = 4.5
 RUN_S = 35.0  # about what a run takes; faults strike within it
 
 
@@ -96,6 +97,8 @@ def _config(draw: _Draw, seed: int) -> ExperimentConfig:
                 "max_response_tokens": draw.one_of(160, 400),
                 "delta_interval_s": draw.one_of(0.25, 0.5, 1.0),
                 "restarts": draw.one_of(0, 1, 3, 3, 8),
+                "suspect_after_s": SUSPECT_AFTER_S,
+                "silence_limit_s": draw.one_of(6.0, SILENCE_LIMIT_S),
                 "on_lost_version": draw.one_of("regenerate", "regenerate", "regenerate", "wait"),
             },
             "relay": {
@@ -189,7 +192,7 @@ def _at(draw: _Draw) -> float:
 
 def _fault(draw: _Draw, config: ExperimentConfig, worker: str) -> faults.Fault:
     """Any of them; those that strike a worker strike this one."""
-    at, kind = _at(draw), draw.integer(0, 19)
+    at, kind = _at(draw), draw.integer(0, 22)
     if kind < 2:
         return faults.BadReward(at=at, how=draw.one_of("hang", "raise", "nan"), count=draw.integer(1, 2))
     if kind == 2:
@@ -214,7 +217,23 @@ def _fault(draw: _Draw, config: ExperimentConfig, worker: str) -> faults.Fault:
         if draw.chance(0.5):
             return faults.Hang(at=at, moment="broadcast", delay_s=delay_s, worker=name, seconds=_outage(draw))
         return faults.Kill(at=at, moment="broadcast", delay_s=delay_s, worker=name)
+    if kind == 9:
+        return faults.Add(at=at, count=draw.integer(1, 3))
+    if kind < 13 and worker.startswith("rollout"):
+        return _departure(draw, at, worker)
     return _worker_fault(draw, worker)
+
+
+def _departure(draw: _Draw, at: float, worker: str) -> faults.Fault:
+    """A rollout leaves, on request or because its host goes; half of them at a moment when something else happens."""
+    moment: faults.Moment = draw.one_of("", "publish", "broadcast", "loss", "restart") if draw.chance(0.5) else ""
+    delay_s = draw.seconds(0.0, 1.0)
+    kind = draw.integer(0, 2)
+    if kind == 0:
+        return faults.Drain(at=at, moment=moment, delay_s=delay_s, worker=worker)
+    if kind == 1:
+        return faults.Remove(at=at, moment=moment, delay_s=delay_s, worker=worker)
+    return faults.SpotNotice(at=at, moment=moment, delay_s=delay_s, worker=worker, seconds=draw.one_of(0.5, 3.0, 15.0))
 
 
 def _worker_fault(draw: _Draw, worker: str) -> faults.Fault:

@@ -113,6 +113,35 @@ class HostLost(Fault):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class Add(Fault):
+    """The user starts more rollouts."""
+
+    count: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Remove(Fault):
+    """The user takes a rollout out of the run; what it has goes on elsewhere. The last one stays."""
+
+    worker: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Drain(Fault):
+    """The user has a rollout finish what it has, and leave. The last one stays."""
+
+    worker: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SpotNotice(Fault):
+    """A rollout hears that it must be gone (SIGTERM), and after so many seconds it is."""
+
+    worker: str
+    seconds: float
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Stop(Fault):
     """The user stops the run after the current step."""
 
@@ -122,6 +151,7 @@ FAULTS: dict[str, type[Fault]] = {
     for kind in (
         *(Kill, Fail, Hang, Partition, SlowLink, Duplicates),
         *(BadReward, FailedCheckpoint, Pause, Stop, RelayTierLost, HostLost),
+        *(Add, Remove, Drain, SpotNotice),
     )
 }
 

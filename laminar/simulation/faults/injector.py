@@ -9,9 +9,12 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+from laminar.controller.recent_results import RecentResults
 from laminar.controller.relay import store_name
+from laminar.controller.repl_answer import CommandError
+from laminar.controller.repl_commands import execute
 from laminar.observability.events import Notice, RolloutLost, WeightsPublished
-from laminar.protocol.messages import Carry, WorkerFailed
+from laminar.protocol.messages import Carry, Leaving, WorkerFailed
 from laminar.simulation.cluster import SimulatedRun
 from laminar.simulation.faults import fault as faults
 from laminar.simulation.faults.event_log import EventLog, describe
@@ -45,11 +48,13 @@ class Injector:
         self._bad_checkpoints = 0
         self._checkpoints: dict[tuple[int, int], str] = {}  # (life of the trainer, step) -> error
         self._run: SimulatedRun
+        self._recent: RecentResults
         self._loop: asyncio.AbstractEventLoop
 
     def attach(self, run: SimulatedRun) -> None:
         """Set a timer for each fault. Called in the loop, before anything has started."""
         self._run, self._loop = run, asyncio.get_running_loop()
+        self._recent = RecentResults(run.events)
         run.supervisor.on_started = self._on_started
         run.events.subscribe(self._on_event, WeightsPublished, RolloutLost, Notice)
         for fault in self._schedule:
@@ -111,8 +116,22 @@ class Injector:
                     self._struck(fault, worker)
             case faults.HostLost():
                 self._lose_host(fault)
+            case faults.Add() | faults.Remove() | faults.Drain():
+                self._command(fault)
             case _:
                 self._strike_workers(fault)
+
+    def _command(self, fault: faults.Add | faults.Remove | faults.Drain) -> None:
+        """As the user types it."""
+        name = type(fault).__name__.lower()
+        argument = str(fault.count) if isinstance(fault, faults.Add) else fault.worker
+        try:
+            execute(f"{name} {argument}", self._run.controller, self._recent)
+        except CommandError as error:
+            self._log.fault(self._loop.time(), f"refused: {describe(fault)}: {error}")
+            return
+        self.strikes.append(Strike(at=self._loop.time(), fault=fault, worker=faults.worker_of(fault)))
+        self._log.fault(self._loop.time(), describe(fault))
 
     def _resume(self, fault: faults.Pause) -> None:
         self._run.controller.control.resume(generation=fault.generation, training=fault.training)
@@ -148,6 +167,9 @@ class Injector:
             case faults.Fail():
                 worker.send(WorkerFailed(error="the engine has failed", user_error=False))
                 self._later(FAIL_S, worker.kill)
+            case faults.SpotNotice():
+                worker.send(Leaving(seconds=fault.seconds))
+                self._later(fault.seconds, worker.kill)
             case faults.Hang():
                 worker.hang()
                 self._later(fault.seconds, worker.resume)

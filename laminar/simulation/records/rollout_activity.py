@@ -62,14 +62,13 @@ class RolloutActivity:
             self._tracks[name] = _Track(name=name, since=now, trained_at_since=0.0, span_start=now)
 
     def held(self, trajectory_id: str, rollout: str) -> None:
-        """A trajectory in progress is on this rollout from now on.
-
-        Raises:
-            RuntimeError: the rollout is none of the cluster's.
-        """
+        """A trajectory in progress is on this rollout from now on."""
         track = self._tracks.get(rollout)
-        if track is None:
-            raise RuntimeError(f"trajectory {trajectory_id} is on {rollout}, which was not named to the recorder")
+        if track is None:  # it has joined the run
+            now = self.now()
+            track = self._tracks[rollout] = _Track(
+                name=rollout, since=now, trained_at_since=self.trainer_busy_s(), span_start=now
+            )
         before = self._held_by.get(trajectory_id)
         if before is track:
             return

@@ -81,7 +81,9 @@ class Supervisor:
             worker.kill("the run is over")
 
     def _kill_unreported(self, name: str) -> None:
-        worker = self.workers[name]
+        worker = self.workers.get(name)
+        if worker is None:
+            return  # it has never been started
         worker.on_ended = lambda worker, reason: None
         worker.kill("it is started anew")
 

@@ -1,5 +1,7 @@
 """`python -m laminar.workers.rollout.main --connect RUN_DIR --index I`: one rollout replica.
 
+At SIGTERM it says that it is leaving and goes on, until the controller lets it go or `rollout.drain_s` has passed.
+
 Invariants: deltas go out at most `rollout.delta_interval_s` after their tokens were made, and at once when a trajectory
 finishes; every delta states the version that the engine served; weights are loaded only while nothing is generated.
 """
@@ -34,16 +36,20 @@ class RolloutWorker:
         self._batch = DeltaBatch()
         self._due = asyncio.Event()  # something to send now
         self._leases: dict[str, int] = {}  # open streams
+        self._notice = asyncio.Event()  # SIGTERM has come
         self._aborted: set[str] = set()  # request ids of those that were told to end
 
     async def run(self) -> None:
         """Serve the controller until it says `Shutdown`. What a stream raises ends the worker."""
-        sender: asyncio.Task[None] | None = None
+        self._session.on_notice = self._notice.set
         try:
             async with asyncio.TaskGroup() as streams:
                 sender = streams.create_task(self._send_forever(), name="send deltas")
+                leaving = streams.create_task(self._leave_in_time(), name="leave")
                 async for message in self._session.messages():
                     await self._handle(message, streams)
+                self._session.on_notice = None  # nothing is left to hand over
+                leaving.cancel()
                 for trajectory_id in self._leases:
                     await self._abort(trajectory_id)
                 sender.cancel()
@@ -51,6 +57,13 @@ class RolloutWorker:
             raise asyncio.CancelledError from None
         except* Exception as failures:
             raise failures.exceptions[0] from None
+
+    async def _leave_in_time(self) -> None:
+        """Raises RuntimeError when a notice has come, and the time that it gave has passed."""
+        await self._notice.wait()
+        await self._session.send(messages.Leaving(seconds=self._sampling.drain_s))
+        await asyncio.sleep(self._sampling.drain_s)
+        raise RuntimeError(f"got SIGTERM, and was not let go within {self._sampling.drain_s:g} s (rollout.drain_s)")
 
     async def _handle(self, message: Any, streams: asyncio.TaskGroup) -> None:
         if isinstance(message, messages.Generate):

@@ -1,12 +1,15 @@
 """The learning itself: model, reference model, critic, optimizers, and one step at a time.
 
-Invariant: the update does not depend on the number of ranks nor on how the step is cut into micro-batches: what a token
+Invariants: the update does not depend on the number of ranks nor on how the step is cut into micro-batches: what a token
 weighs in the loss of its mini-batch is decided before the cut (`aggregation.py`), and advantages come from the whole step.
+It does not depend on what was done before the parameters and the optimizers came to be as they are, either: a restart at
+any step continues exactly.
 """
 
 from __future__ import annotations
 
 import logging
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,6 +108,8 @@ class Actor:
             RunFailed: a reward, an engine logprob, the loss or the gradient norm is not finite; names step and metric.
                 The update in question is not applied.
         """
+        # Dropout's draws: a function of the step, so there is no random state to restore.
+        torch.manual_seed(zlib.crc32(f"{self.config.seed}/{message.step}/{message.part}/{self.ranks.rank}".encode()))
         batch = StepBatch(message)
         rate = learning_rate(self.config.trainer.optimizer, message.step, self.config.trainer.steps)
         set_rate(self.optimizer, rate)

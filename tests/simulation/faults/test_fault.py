@@ -22,6 +22,10 @@ def one_of_each():
         faults.Pause(at=4.0, generation=True, training=False, seconds=10.0),
         faults.Stop(at=9.0),
         faults.RelayTierLost(at=9.0, moment="broadcast", delay_s=0.1),
+        faults.Add(at=3.0, count=2),
+        faults.Remove(at=3.0, worker="rollout-1"),
+        faults.Drain(at=3.0, moment="loss", worker="rollout-1"),
+        faults.SpotNotice(at=3.0, worker="rollout-1", seconds=5.0),
         faults.HostLost(at=9.0, relay=1),
     ]
 

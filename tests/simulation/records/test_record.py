@@ -346,11 +346,13 @@ def test_a_step_in_parts_does_not_count_the_waits_between_them_as_training():
     assert record.gpu_seconds["batch"] == pytest.approx(8)
 
 
-def test_a_rollout_that_was_not_named_raises():
-    run = Run()
-    with pytest.raises(RuntimeError, match="on r7, which was not named"):
-        run.rollouts["r7"] = run.rollouts["r0"]
-        run.start("r7", 0)
+def test_a_rollout_that_joins_later_is_counted_from_then_on():
+    run = Run(steps=1, warm_up_steps=0)
+    run.rollouts["r7"] = run.rollouts["r0"]
+    group = run.start("r7", 0)
+    run.finish(group.trajectories[0], 10, last=True)
+    run.step(1, [group], 1)
+    assert len(run.record().steps) == 1
 
 
 def test_dropped_groups_leave_their_rollout():

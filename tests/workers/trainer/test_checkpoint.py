@@ -53,6 +53,34 @@ def test_round_trip_and_the_next_step_is_the_same(make_actor, tmp_path):
         assert all(torch.equal(state[key], theirs[index][key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
+def test_a_restart_at_any_step_gives_the_same_losses_with_dropout_too(make_actor, tmp_path):
+    def dropping_actor():
+        actor = make_actor(steps=6, optimizer={"schedule": "cosine", "warmup_steps": 2}, mini_batches=2)
+        for module in actor.model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.3
+        return actor
+
+    def train(actor, steps):
+        return [actor.train_step(random_step(step, seed=step, mini_batches=2)) for step in steps]
+
+    def losses(metrics):
+        return [(line["loss"], line["grad_norm"], line["learning_rate"]) for line in metrics]
+
+    undisturbed = dropping_actor()
+    expected = losses(train(undisturbed, range(1, 7)))
+    for interrupted_at in (1, 3, 5):
+        first = dropping_actor()
+        train(first, range(1, interrupted_at + 1))
+        save_checkpoint(first, order(tmp_path / f"step-{interrupted_at}", step=interrupted_at))
+        train(first, [interrupted_at + 1])  # lost
+        torch.manual_seed(1234 + interrupted_at)  # whatever a new process starts with
+        again = dropping_actor()
+        load_checkpoint(again, tmp_path / f"step-{interrupted_at}")
+        assert losses(train(again, range(interrupted_at + 1, 7))) == expected[interrupted_at:]
+        assert largest_difference(parameters_of(undisturbed), parameters_of(again)) == 0
+
+
 def test_checkpoint_before_the_first_step_does_not_disturb_training(make_actor, tmp_path):
     saving, plain = make_actor(), make_actor()
     assert save_checkpoint(saving, order(tmp_path / "step-0", step=0)).error == ""

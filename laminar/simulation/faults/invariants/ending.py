@@ -149,18 +149,22 @@ class EndsAsItShould(Invariant):
         return all(struck[f"relay-{rank}"] > relay.restarts for rank in range(relay.count))
 
     def _no_rollout_left(self, message: str) -> str:
-        """All of them were lost more often than rollout.restarts allows, or could not come back."""
-        rollout = self.run.config.rollout
-        for index in range(rollout.replicas):
-            name = f"rollout-{index}"
-            used_up = self._rollout_losses.get(name, 0) > rollout.restarts
-            if not used_up and not (self._losses.cause(name) and self._rollout_losses.get(name)):
+        """All of them were lost more often than rollout.restarts allows, could not come back, or had to leave."""
+        for name in self.controller.fleet.health.members:
+            used_up = self._rollout_losses.get(name, 0) > self.run.config.rollout.restarts
+            lost = self._losses.cause(name) and self._rollout_losses.get(name)
+            if not used_up and not lost and not self._had_to_leave(name):
                 return ""
         return "the loss of every rollout"
 
+    def _had_to_leave(self, name: str) -> bool:
+        leave = (faults.Remove, faults.Drain, faults.SpotNotice)
+        return any(strike.worker == name and isinstance(strike.fault, leave) for strike in self._strikes)
+
     def _waits_for_lost_version(self) -> bool:
-        """Trajectories of a lost rollout wait for a version that no rollout serves, as the config asks for."""
-        if self.run.config.rollout.on_lost_version != "wait" or not self._rollout_losses:
+        """Trajectories of a rollout that is gone wait for a version that no rollout serves, as the config asks for."""
+        gone = self._rollout_losses or any(map(self._had_to_leave, self.controller.fleet.health.members))
+        if self.run.config.rollout.on_lost_version != "wait" or not gone:
             return False
         served = {replica.policy_version for replica in self.controller.rollouts.replicas.values()}
         orphans = self.controller.pool.orphans.values()

@@ -1,4 +1,4 @@
-"""A worker counts as lost only for a reason: its process ended, or it was not heard for controller.silence_limit_s.
+"""A worker counts as lost only for a reason: its process ended, or it was not heard for its limit of silence.
 
 An outage that is shorter passes unnoticed. Looks at every call of the registry's `lost`.
 """
@@ -59,7 +59,7 @@ class LossesHaveCauses(Invariant):
             if strike.worker != name:
                 continue
             match strike.fault:
-                case faults.Kill() | faults.Fail() | faults.RelayTierLost() | faults.HostLost():
+                case faults.Kill() | faults.Fail() | faults.RelayTierLost() | faults.HostLost() | faults.SpotNotice():
                     return strike
                 case faults.Hang() | faults.Partition():
                     outage += strike.fault.seconds
@@ -67,7 +67,10 @@ class LossesHaveCauses(Invariant):
                 case faults.SlowLink():
                     outage += strike.fault.extra_s
                     newest = strike
-        if newest is not None and outage >= config.silence_limit_s:
+        limit_s = config.silence_limit_s
+        if name.startswith("rollout"):
+            limit_s = min(limit_s, self.run.config.rollout.silence_limit_s)
+        if newest is not None and outage >= limit_s:
             return newest
         return self._reward_cause(name)
 

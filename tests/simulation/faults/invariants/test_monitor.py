@@ -18,9 +18,9 @@ from laminar.controller.schedules.bounded import BoundedSchedule
 from laminar.controller.schedules.laminar import LaminarSchedule
 from laminar.controller.trainer_driver import TrainerDriver
 from laminar.controller.worker_registry import WorkerRegistry
-from laminar.errors import RunFailed
+from laminar.errors import RunFailed, WorkerLost
 from laminar.protocol.messages import Shutdown
-from laminar.simulation.faults.fault import Duplicates
+from laminar.simulation.faults.fault import Drain, Duplicates, Remove, SpotNotice
 from tests.simulation.faults.mutants import first_violation, with_rollout_faults, with_trainer_faults
 
 ONCE = "each prompt ends exactly once"
@@ -29,6 +29,7 @@ TOKENS = "no trajectory mixes versions, no token is lost or doubled"
 GROWS = "policy_version only grows"
 FENCE = "leases fence late messages"
 PLACE = "a trajectory in progress is in one place"
+HEALTHY = "only healthy rollouts are given work"
 SERVES = "a rollout serves only what it has loaded"
 COUNTS = "counts add up"
 CAUSE = "a worker is lost only for a cause"
@@ -276,3 +277,34 @@ def test_a_failure_that_nothing_justifies_is_noticed(monkeypatch, error):
 
 def test_the_same_runs_violate_nothing_without_a_fault_of_the_controllers():
     assert first_violation(range(20)) is None
+
+
+def _with_departures(schedule):
+    leave = (Drain, Remove, SpotNotice)
+    return schedule.config.rollout.replicas > 1 and any(isinstance(fault, leave) for fault in schedule.faults)
+
+
+def test_work_for_a_rollout_that_leaves_is_noticed(monkeypatch):
+    leave = RolloutFleet.leave
+
+    def forgets_to_tell_its_driver(self, name, reason, *, moves_after_s):
+        leave(self, name, reason, moves_after_s=moves_after_s)
+        if name in self.replicas:
+            self.replicas[name].leaving = False
+
+    monkeypatch.setattr(RolloutFleet, "leave", forgets_to_tell_its_driver)
+    monkeypatch.setattr(RolloutFleet, "takes_work", lambda self, replica: True)
+    monkeypatch.setattr(RolloutFleet, "at_work", property(lambda self: len(self.replicas)))
+    run = first_violation(range(600), wanted=_with_departures)
+    assert run.violated == HEALTHY
+
+
+def test_trajectories_that_leave_with_their_rollout_are_noticed(monkeypatch):
+    async def forgets_to_move(self, replica):
+        replica.in_flight.clear()
+        await self._manager.fleet.let_go(replica)
+        raise WorkerLost("it has left")
+
+    monkeypatch.setattr(RolloutDriver, "_leave", forgets_to_move)
+    run = first_violation(range(600), wanted=_with_departures)
+    assert run.violated in (PLACE, FURTHER)
