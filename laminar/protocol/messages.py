@@ -133,6 +133,8 @@ class RolloutLoad:
     running: int
     waiting: int
     kv_utilization: float  # 0 to 1
+    prefill_s_per_token: float = 0.0  # seconds of prefill per token of context, as measured lately; 0: not yet
+    kv_move_s_per_token: float = 0.0  # seconds to export and import the KV of a token, likewise
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
