@@ -180,7 +180,7 @@ class HandView:
     def _fill(self) -> None:
         for index, version in ((0, 3), (1, 2)):
             clock = StateClock("generating", self.now)
-            replica = Replica(name=f"rollout-{index}", relay=self.relays.relays[index], clock=clock)
+            replica = Replica(name=f"rollout-{index}", host="here", relay=self.relays.relays[index], clock=clock)
             replica.policy_version = version
             replica.load = RolloutLoad(running=1, waiting=index, kv_utilization=0.5)
             replica.generated_tokens = 600

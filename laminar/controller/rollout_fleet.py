@@ -103,6 +103,7 @@ class RolloutFleet:
             return  # the run has not started; `start` takes it in
         replica = Replica(
             name=worker.name,
+            host=worker.host,
             relay=self._relays.relay_for(worker),
             clock=StateClock("weights", self._now),
             last_token_at=self._now(),
@@ -162,17 +163,21 @@ class RolloutFleet:
                 reason = str(error)
                 self._registry.lost(name, reason)
         self._restarting.pop(name, None)
-        self._leave(name, f"{reason} (rollout.restarts is used up)")
+        self._leave(worker, f"{reason} (rollout.restarts is used up)")
 
-    def _leave(self, name: str, reason: str) -> None:
+    def _leave(self, worker: Worker, reason: str) -> None:
         """The run goes on without this rollout.
 
         Raises:
             RunFailed: it was the last.
         """
+        name = worker.name
         if not self.replicas and not self._restarting:
             raise RunFailed(f"no rollout is left: {name}: {reason}")
         self._registry.dismiss(name)
         self.relay_of.pop(name, None)
+        neighbour = next((replica for replica in self.replicas.values() if replica.host == worker.host), None)
+        if neighbour is not None:
+            neighbour.exporters_gone.append(name)
         self.wake_all()
         self._events.emit(Notice(level="warning", text=f"going on without {name}: {reason}"))

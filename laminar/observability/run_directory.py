@@ -45,6 +45,7 @@ TOLD_EVENTS: tuple[type, ...] = (
     kinds.RolloutLost,
     kinds.TrainerRestarted,
     kinds.RolloutsRepacked,
+    kinds.KvMoved,
     kinds.PromptRejected,
     kinds.WeightsPublished,
     kinds.WeightsBroadcast,

@@ -53,7 +53,7 @@ class KvExported:
 class KvImported:
     """What became of the KV that came with a request."""
 
-    tokens: int  # positions that were not prefilled; 0 where there is an error
+    tokens: int  # positions that were filled from it; 0 where there is an error, or where they were at hand already
     nbytes: int
     seconds: float
     error: str  # why all was prefilled; empty if it was not

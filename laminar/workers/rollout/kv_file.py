@@ -43,8 +43,53 @@ def shard_path(path: Path, shard: int) -> Path:
     return path.with_name(f"{path.name}.{shard}")
 
 
-class KvWriter:
-    """One export being written; `buffer` is the mapping of the file itself. Use as a context manager."""
+class HiddenKvFile:
+    """Reserved, mapped memory that becomes a file of KV. Use as a context manager: what was not committed goes."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        """Reserve it; the file lies at `path` after `commit`.
+
+        Raises:
+            OSError: the shared memory is too small, or somebody writes this file.
+        """
+        self._path = path
+        self._hidden = path.with_name(f".{path.name}.partial")
+        self._fd = os.open(self._hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Before the first byte is written: a full /dev/shm is an error here, and a SIGBUS later.
+            os.posix_fallocate(self._fd, 0, nbytes)
+            self.map = mmap.mmap(self._fd, nbytes)
+        except BaseException:
+            self._hidden.unlink(missing_ok=True)
+            os.close(self._fd)
+            raise
+        self._open = True
+
+    def commit(self) -> None:
+        """Make the file visible under its name."""
+        os.rename(self._hidden, self._path)
+        self._close()
+
+    def _close(self) -> None:
+        self._open = False
+        with contextlib.suppress(BufferError):  # somebody holds a view: its end unmaps
+            self.map.close()
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open:
+            self._hidden.unlink(missing_ok=True)
+            self._close()
+
+
+class KvWriter(HiddenKvFile):
+    """One export being written; `buffer` is the mapping of the file itself."""
 
     def __init__(
         self, path: Path, *, layout: str, policy_version: int, token_ids: NDArray[np.int32], nbytes: int
@@ -59,55 +104,27 @@ class KvWriter:
             nbytes: of keys and values.
 
         Raises:
-            OSError: the shared memory is too small, or the file exists.
+            OSError: the shared memory is too small, or somebody writes this file.
         """
-        self._path = path
-        self._hidden = path.with_name(f".{path.name}.partial")
         described = layout.encode()
         self._head = (len(described), policy_version, len(token_ids), nbytes)
         self._fixed = described + np.ascontiguousarray(token_ids, np.int32).tobytes()
         offset = _payload_offset(len(self._fixed))
-        self._fd = os.open(self._hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Before the first byte is written: a full /dev/shm is an error here, and a SIGBUS later.
-            os.posix_fallocate(self._fd, 0, offset + nbytes)
-            self._map = mmap.mmap(self._fd, offset + nbytes)
-        except BaseException:
-            self._hidden.unlink(missing_ok=True)
-            os.close(self._fd)
-            raise
-        self.buffer: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, offset=offset)  # uint8 [nbytes]
-        self._open = True
+        super().__init__(path, offset + nbytes)
+        self.file_bytes = offset + nbytes
+        self.buffer: NDArray[np.uint8] = np.frombuffer(self.map, np.uint8, offset=offset)  # uint8 [nbytes]
 
-    def commit(self) -> int:
-        """Make the file visible; returns its size in bytes."""
+    def commit(self) -> None:
+        """Make the file visible."""
         layout_bytes, policy_version, tokens, nbytes = self._head
         head = _HEADER.pack(MAGIC, FORMAT, layout_bytes, policy_version, tokens, nbytes, checksum(self.buffer))
         head += self._fixed
-        self._map[: len(head) + _CRC.size] = head + _CRC.pack(zlib.crc32(head))
-        size = len(self._map)
-        os.rename(self._hidden, self._path)
-        self._close()
-        return size
+        self.map[: len(head) + _CRC.size] = head + _CRC.pack(zlib.crc32(head))
+        super().commit()
 
     def _close(self) -> None:
-        self._open = False
         self.buffer = np.empty(0, np.uint8)
-        with contextlib.suppress(BufferError):  # somebody holds a view: its end unmaps
-            self._map.close()
-        os.close(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Remove what was not committed."""
-        if self._open:
-            self._hidden.unlink(missing_ok=True)
-            self._close()
+        super()._close()
 
 
 class KvReader:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from laminar.weights.run_memory import SHARED_MEMORY, attach
 from laminar.weights.version_file import remove_if_dead
+from laminar.workers.rollout.kv_file import shard_path
 
 
 class KvFolder:
@@ -29,6 +30,10 @@ class KvFolder:
         if not name or "/" in name or name.startswith("."):
             raise ValueError(f"{name!r} is no name of exported KV")
         return self.directory / name
+
+    def holds(self, name: str) -> bool:
+        """Whether it is here, as far as the name of its first shard tells."""
+        return shard_path(self.path(name), 0).exists()
 
     def remove(self, name: str) -> None:
         """Remove an export with all its shards. Does nothing if it is not there (any more)."""

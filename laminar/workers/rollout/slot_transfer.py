@@ -44,7 +44,8 @@ class SlotTransfer:
             tokens = len(token_ids)
             for held, stored in zip(self._tensors(slot, tokens), self._pieces(writer.buffer, tokens), strict=True):
                 stored.copy_(held)
-            return writer.commit()
+            writer.commit()
+            return writer.file_bytes
 
     def read(self, slot: int, context: NDArray[np.int32], policy_version: int, path: Path) -> int:
         """Fill the slot with all but the last position of this context (int32 [n + 1]); returns the bytes of the file.

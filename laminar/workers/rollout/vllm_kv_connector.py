@@ -255,7 +255,8 @@ class KvMoveConnector(KVConnectorBase_V1):
             for layer, piece in zip(self._layers, pieces, strict=True):
                 piece.copy_(layer[torch.tensor(export.blocks, device=layer.device)])
             del piece, pieces
-            return writer.commit()
+            writer.commit()
+            return writer.file_bytes
 
     def _load(self, load: BlockImport) -> tuple[int, int]:
         """(positions, bytes of the file). Raises KvRefused if the file is gone or does not fit."""

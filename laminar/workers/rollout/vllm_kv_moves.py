@@ -71,10 +71,12 @@ class VllmKvMoves:
             moved = await self._engine.collective_rpc("take_kv_import", args=(request_id,))
             shards = [shard for shard in moved if shard is not None]
             refusal = next((error for _, _, _, error in shards if error), "")
+            if not shards:  # vLLM had all in its prefix cache, or the request was aborted before it was its turn
+                return KvImported(tokens=0, nbytes=0, seconds=0.0, error="")
             if not refusal:
-                seconds += max((spent for _, _, spent, _ in shards), default=0.0)
+                seconds += max(spent for _, _, spent, _ in shards)
                 self._costs.imported(tokens, seconds)
-                nbytes = sum(size for _, size, _, _ in shards)  # 0: all was in the prefix cache
+                nbytes = sum(size for _, size, _, _ in shards)
                 return KvImported(tokens=tokens, nbytes=nbytes, seconds=seconds, error="")
         log.warning("KV of %s was not taken, it is prefilled: %s", request_id, refusal)
         return KvImported(tokens=0, nbytes=0, seconds=0.0, error=refusal)
