@@ -109,7 +109,8 @@ class Repacker:
         source.stopped.clear()
         target.receiving += 1
         try:
-            export_kv = self._move_kv and moving_pays(source.load, target.load)
+            pays = self._move_kv == "auto" and moving_pays(source.load, target.load)
+            export_kv = pays or self._move_kv == "always"
             await self._driver.stop(source, target.name, export_kv=export_kv)
             async with asyncio.timeout(self._limit_s):
                 await source.stopped.wait()

@@ -69,7 +69,7 @@ def test_repack_moves_trajectories_without_losing_a_token():
 def test_repack_without_moving_kv_prefills():
     config = experiment(
         repack__enabled=True,
-        repack__move_kv=False,
+        repack__move_kv="never",
         repack__interval_s=0.05,
         trainer__steps=8,
         rollout__max_response_tokens=2000,

@@ -246,7 +246,7 @@ def _not_imported(error: str) -> KvImported:
 
 def moves_kv(config: ExperimentConfig) -> bool:
     """Whether trajectories move with their KV."""
-    return config.repack.enabled and config.repack.move_kv
+    return config.repack.enabled and config.repack.move_kv != "never"
 
 
 def engine_settings(config: ExperimentConfig, index: int) -> EngineSettings:
