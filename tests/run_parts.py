@@ -197,7 +197,7 @@ class HandView:
     def _fill(self) -> None:
         for index, version in ((0, 3), (1, 2)):
             clock = StateClock("generating", self.now)
-            replica = Replica(name=f"rollout-{index}", relay=self.relays.relays[index], clock=clock)
+            replica = Replica(name=f"rollout-{index}", host="here", relay=self.relays.relays[index], clock=clock)
             replica.policy_version = version
             self.fleet.health.came(replica.name, "host-a", 50.0)
             self.fleet.health.serves(replica.name, 60.0)

@@ -233,6 +233,8 @@ class RepackConfig(Section):
 
     enabled: bool = False
     """Move unfinished trajectories of draining rollouts onto a few of the same version."""
+    move_kv: Literal["auto", "always", "never"] = "auto"
+    """Move a trajectory's KV blocks with it, instead of a prefill at the target; auto: unless that was measured to take longer."""
     interval_s: Annotated[float, Field(gt=0)] = 5.0
     """How often each rollout is asked for its load, in seconds."""
     kv_ceiling: Annotated[float, Field(gt=0, le=1)] = 0.9

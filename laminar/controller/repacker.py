@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Sequence
 
 from laminar.config.schema import RepackConfig
+from laminar.controller.kv_exports import moving_pays
 from laminar.controller.repack_planner import Move, RepackBounds, RolloutObservation, plan
 from laminar.controller.replica import Replica
 from laminar.controller.rollout_driver import RolloutDriver
@@ -42,6 +43,7 @@ class Repacker:
         self._events = events
         self._interval_s = config.interval_s
         self._bounds = RepackBounds(kv_ceiling=config.kv_ceiling, batch_bound=config.batch_bound)
+        self._move_kv = config.move_kv
         self._limit_s = limit_s
         self._published = asyncio.Event()
         events.subscribe(lambda _: self._published.set(), WeightsPublished)
@@ -108,7 +110,9 @@ class Repacker:
         source.stopped.clear()
         target.receiving += 1
         try:
-            await self._driver.stop(source, target.name)
+            pays = self._move_kv == "auto" and moving_pays(source.load, target.load)
+            export_kv = pays or self._move_kv == "always"
+            await self._driver.stop(source, target.name, export_kv=export_kv)
             async with asyncio.timeout(self._limit_s):
                 await source.stopped.wait()
         except WorkerLost:

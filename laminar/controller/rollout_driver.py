@@ -66,6 +66,10 @@ class RolloutDriver:
         if replica.to_abort:
             ids, replica.to_abort = tuple(replica.to_abort), []
             await self._registry.send(replica.name, messages.AbortTrajectories(trajectory_ids=ids))
+        if replica.kv_to_drop or replica.exporters_gone:
+            drop = messages.DropKv(names=tuple(replica.kv_to_drop), exporters=tuple(replica.exporters_gone))
+            replica.kv_to_drop, replica.exporters_gone = [], []
+            await self._registry.send(replica.name, drop)
         if replica.stopping_for is None:
             if replica.leaving:
                 await self._leave(replica)
@@ -100,10 +104,15 @@ class RolloutDriver:
         if replica.moves_out:
             await self.stop(replica, ELSEWHERE)
 
-    async def stop(self, replica: Replica, go_on_at: str) -> None:
-        """Stop all its trajectories; as their last deltas come in, they wait to go on at that rollout."""
+    async def stop(self, replica: Replica, go_on_at: str, *, export_kv: bool = False) -> None:
+        """Stop all its trajectories; as their last deltas come in, they wait to go on at that rollout.
+
+        Args:
+            export_kv: their KV is to be imported there, rather than prefilled.
+        """
         replica.stopping_for = go_on_at
-        await self._registry.send(replica.name, messages.AbortTrajectories(trajectory_ids=tuple(replica.in_flight)))
+        message = messages.AbortTrajectories(trajectory_ids=tuple(replica.in_flight), export_kv=export_kv)
+        await self._registry.send(replica.name, message)
 
     def _waits_for(self, replica: Replica) -> str:
         if replica.in_flight:

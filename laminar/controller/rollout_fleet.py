@@ -198,7 +198,11 @@ class RolloutFleet:
     def _take_in(self, worker: Worker, relay: Relay) -> None:
         assert self._spawn is not None
         replica = Replica(
-            name=worker.name, relay=relay, clock=StateClock("weights", self._now), last_token_at=self._now()
+            name=worker.name,
+            host=worker.host,
+            relay=relay,
+            clock=StateClock("weights", self._now),
+            last_token_at=self._now(),
         )
         self.replicas[replica.name] = replica
         self.serving[replica.policy_version] += 1
@@ -344,6 +348,9 @@ class RolloutFleet:
         self._registry.dismiss(name)
         self.relay_of.pop(name, None)
         member = self.health.members[name]
+        neighbour = next((replica for replica in self.replicas.values() if replica.host == member.host), None)
+        if neighbour is not None:
+            neighbour.exporters_gone.append(name)
         text = f"going on without {name}: {member.reason}"
         if not self.replicas and not self._restarting and not self._without_relay:
             if member.health is Health.EVICTED and not self.by_hand:

@@ -11,6 +11,7 @@ import zlib
 
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.experience_buffer import ExperienceBuffer
+from laminar.controller.kv_exports import KvExports
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
 from laminar.controller.relay import Relay
@@ -23,6 +24,8 @@ from laminar.controller.worker_registry import Worker, WorkerRegistry
 from laminar.observability.events import (
     EventBus,
     GroupDropped,
+    KvMoved,
+    Notice,
     TokensAppended,
     TrajectoryFinished,
     TrajectoryMoved,
@@ -55,6 +58,7 @@ class RolloutManager:
         self.schedule = schedule
         self.control = control
         self.prompts = prompts
+        self.kv_exports = KvExports(fleet.replicas)
         self._events = events
         self._buffer = buffer
         self._group_size = config.trainer.group_size
@@ -67,6 +71,7 @@ class RolloutManager:
         self._now = asyncio.get_running_loop().time
         registry.handle(messages.TrajectoryDeltas, self._on_deltas)
         registry.handle(messages.RolloutLoad, self._on_load)
+        registry.handle(messages.KvTaken, self._on_kv_taken)
         events.subscribe(lambda event: self._withdraw(event.group), GroupDropped)
 
     @property
@@ -192,6 +197,7 @@ class RolloutManager:
             max_new_tokens=self._max_response_tokens - trajectory.num_tokens,
             # The same trajectory gets the same seed in every run of a config.
             seed=zlib.crc32(f"{self._seed}/{trajectory.trajectory_id}".encode()) >> 1,
+            kv=self.kv_exports.of(trajectory, replica.policy_version),
         )
 
     # ------------------------------------------------------------ orphans
@@ -206,6 +212,7 @@ class RolloutManager:
         for trajectory in list(self.pool.orphans.values()):
             if trajectory.versions and trajectory.policy_version not in at_hand:
                 lost = self.pool.start_over(trajectory)
+                self.kv_exports.over(trajectory.trajectory_id)
                 self._events.emit(TrajectoryRestarted(trajectory=trajectory, lost_tokens=lost))
 
     def _version_to_rescue(self, replica: Replica) -> int | None:
@@ -229,6 +236,22 @@ class RolloutManager:
         if replica := self.replicas.get(worker.name):
             replica.observe(message)
 
+    def _on_kv_taken(self, worker: Worker, message: messages.KvTaken) -> None:
+        self.kv_exports.taken(message)
+        if message.error:
+            text = f"{worker.name} prefilled trajectory {message.trajectory_id}, its KV was not taken: {message.error}"
+            self._events.emit(Notice(level="warning", text=text))
+        self._events.emit(
+            KvMoved(
+                rollout=worker.name,
+                trajectory_id=message.trajectory_id,
+                tokens=message.tokens,
+                nbytes=message.nbytes,
+                seconds=message.seconds,
+                error=message.error,
+            )
+        )
+
     def _on_deltas(self, worker: Worker, message: messages.TrajectoryDeltas) -> None:
         replica = self.replicas.get(worker.name)
         if replica is None:
@@ -240,6 +263,8 @@ class RolloutManager:
         for trajectory in ended:
             del replica.in_flight[trajectory.trajectory_id]
             self._ended(trajectory, replica)
+        if message.exported_kv:
+            self.kv_exports.take_in(message.exported_kv, ended, replica.host)
         late = self.pool.late_tokens - late_before
         tokens = len(message.token_ids) - late
         replica.generated_tokens += tokens
@@ -267,6 +292,7 @@ class RolloutManager:
                     self.fleet.orphan(trajectory)
                 return
             self.pool.finish(trajectory, "length", self._now())
+        self.kv_exports.over(trajectory.trajectory_id)
         self._events.emit(TrajectoryFinished(trajectory=trajectory))
 
     def _withdraw(self, group: Group) -> None:
@@ -275,6 +301,7 @@ class RolloutManager:
             if self.pool.get(trajectory.trajectory_id) is None:
                 continue
             self.pool.withdraw(trajectory)
+            self.kv_exports.over(trajectory.trajectory_id)
             replica = self.replicas.get(trajectory.rollout or "")
             if replica is not None and replica.in_flight.pop(trajectory.trajectory_id, None) is not None:
                 replica.to_abort.append(trajectory.trajectory_id)

@@ -16,6 +16,7 @@ from laminar.controller.state_clock import StateClock, difference
 from laminar.observability.events import (
     EventBus,
     GroupDropped,
+    KvMoved,
     MetricsReported,
     PromptRejected,
     StepFinished,
@@ -57,8 +58,12 @@ class StepMetrics:
         self._dropped = 0
         self._resampled = 0
         self._rejected = 0
+        self._kv_moves = 0
+        self._kv_moved_bytes = 0
+        self._kv_refused = 0
         events.subscribe(self._on_tokens, TokensAppended)
         events.subscribe(self._on_weights, WeightsPublished, WeightsBroadcast, WeightsPulled)
+        events.subscribe(self._on_kv_moved, KvMoved)
         events.subscribe(self._on_loss, GroupDropped, PromptRejected)
         events.subscribe(self._on_step, StepFinished)
 
@@ -81,6 +86,11 @@ class StepMetrics:
             self._broadcast_bytes.append(float(event.received_bytes))
         else:
             self._pulls.append(event.seconds)
+
+    def _on_kv_moved(self, event: KvMoved) -> None:
+        self._kv_moves += not event.error
+        self._kv_moved_bytes += event.nbytes
+        self._kv_refused += bool(event.error)
 
     def _on_loss(self, event: GroupDropped | PromptRejected) -> None:
         if isinstance(event, GroupDropped):
@@ -137,6 +147,9 @@ class StepMetrics:
             "groups_resampled": self._resampled,
             "prompts_rejected": self._rejected,
             "late_tokens_dropped": self._late,
+            "kv_moves": self._kv_moves,
+            "kv_moved_bytes": self._kv_moved_bytes,
+            "kv_refused": self._kv_refused,
             **self._gauges(),
         }
         for name, value in event.trainer_metrics.items():

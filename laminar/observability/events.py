@@ -118,6 +118,18 @@ class TrajectoriesRecovered:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class KvMoved:
+    """A rollout goes on with a trajectory whose KV came with it; or has prefilled it, because of the error."""
+
+    rollout: str
+    trajectory_id: str
+    tokens: int  # positions that were not prefilled
+    nbytes: int
+    seconds: float  # of the import
+    error: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class TrainerRestarted:
     """The trainer stands at the step of its newest checkpoint again."""
 

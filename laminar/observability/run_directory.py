@@ -47,6 +47,7 @@ TOLD_EVENTS: tuple[type, ...] = (
     kinds.TrajectoriesRecovered,
     kinds.TrainerRestarted,
     kinds.RolloutsRepacked,
+    kinds.KvMoved,
     kinds.PromptRejected,
     kinds.WeightsPublished,
     kinds.WeightsBroadcast,

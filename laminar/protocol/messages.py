@@ -83,6 +83,22 @@ class Shutdown:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class KvReference:
+    """A stopped trajectory's KV in the shared memory of the rollout that exported it."""
+
+    trajectory_id: str
+    lease: int  # under which it was made
+    exporter: str  # "rollout-1"
+    name: str  # of the export, unique in the run
+    policy_version: int
+    tokens: int  # positions of prompt and response, from 0 on
+    nbytes: int
+    shards: int  # files
+    address: str  # host:port of the exporter's door, for rollouts that do not share its memory; empty: there is none
+    epoch: int  # of the hop on which the exporter hands it out, once
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class TrajectoryAssignment:
     """One trajectory leased to a rollout, to start or (with token ids) to continue."""
 
@@ -93,6 +109,9 @@ class TrajectoryAssignment:
     token_ids: np.ndarray  # int32 [T]
     max_new_tokens: int
     seed: int
+    kv: KvReference | None = (
+        None  # of prompt and token_ids, to be imported rather than prefilled; answered by `KvTaken`
+    )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -107,6 +126,15 @@ class AbortTrajectories:
     """Stop these; the last deltas come with finish reason "abort"."""
 
     trajectory_ids: tuple[str, ...]
+    export_kv: bool = False  # leave their KV in shared memory; the last deltas say where
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DropKv:
+    """Remove exported KV that nobody will import, from the shared memory that this rollout shares with its exporters."""
+
+    names: tuple[str, ...]  # of exports
+    exporters: tuple[str, ...] = ()  # rollouts that do not come back: all that they exported
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -133,6 +161,8 @@ class RolloutLoad:
     running: int
     waiting: int
     kv_utilization: float  # 0 to 1
+    prefill_s_per_token: float = 0.0  # seconds of prefill per token of context, as measured lately; 0: not yet
+    kv_move_s_per_token: float = 0.0  # seconds to export and import the KV of a token, likewise
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -148,6 +178,20 @@ class TrajectoryDeltas:
     logprobs: np.ndarray  # float32 [sum of token_counts]
     finish_reasons: tuple[str | None, ...]  # K
     load: RolloutLoad
+    exported_kv: tuple[KvReference, ...] = ()  # of those among them that were stopped with `export_kv`
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class KvTaken:
+    """The rollout is through with the KV that came with an assignment."""
+
+    trajectory_id: str
+    lease: int  # of the assignment
+    name: str
+    tokens: int  # positions that were filled from it; 0 where there is an error, or where they were at hand already
+    nbytes: int
+    seconds: float
+    error: str  # why it was prefilled after all; empty if it was not
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -421,10 +465,12 @@ MESSAGE_TYPES: tuple[type, ...] = (
     Shutdown,
     Generate,
     AbortTrajectories,
+    DropKv,
     PullWeights,
     ReportLoad,
     RolloutLoad,
     TrajectoryDeltas,
+    KvTaken,
     WeightsPulled,
     PullFailed,
     Leaving,

@@ -32,10 +32,12 @@ from laminar.simulation.records.record import RunRecord
 from laminar.simulation.records.recorder import RunRecorder
 from laminar.simulation.workers.carrier import ModelledCarrier
 from laminar.simulation.workers.environment_worker import ModelledEnvironment
+from laminar.simulation.workers.kv_shelf import KvShelf
 from laminar.simulation.workers.modelled_worker import Life, ModelledWorker
 from laminar.simulation.workers.relay_worker import ModelledRelay
-from laminar.simulation.workers.rollout_worker import ModelledRollout, TokenArrays
+from laminar.simulation.workers.rollout_worker import ModelledRollout
 from laminar.simulation.workers.supervisor import Supervisor
+from laminar.simulation.workers.token_arrays import TokenArrays
 from laminar.simulation.workers.trainer_worker import ModelledTrainer
 from laminar.simulation.workers.weight_stores import WeightStores
 
@@ -93,6 +95,7 @@ class SimulatedRun:
         self.network: SimulatedNetwork
         self.supervisor: Supervisor
         self.stores = WeightStores()
+        self.shelf = KvShelf(models.model.kv_bytes_per_token)
         self._weight_times = models.weight_times(experiment)
         self._trainer_times = models.trainer_times(experiment)
         self._seed = seed
@@ -214,6 +217,7 @@ class SimulatedRun:
                 workload=models.workload,
                 times=self._weight_times,
                 stores=self.stores,
+                shelf=self.shelf,
                 arrays=self._arrays,
                 delta_interval_s=config.rollout.delta_interval_s,
             )

@@ -107,6 +107,10 @@ class LiveRun:
                     found.append(int(entry.name))
         return found
 
+    def process_of(self, worker):
+        """Process number of a worker that has said that it is ready: its newest."""
+        return int(re.findall(rf"{worker} is ready \(.*?process (\d+)", self.output)[-1])
+
     async def all_end(self, limit_s):
         """Wait until the run has no process left, those included that are started meanwhile."""
         async with asyncio.timeout(limit_s):

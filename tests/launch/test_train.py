@@ -9,7 +9,8 @@ import sys
 import pytest
 import yaml
 
-from tests.launch.live_run import LiveRun, write_config
+from tests.launch.folder_watch import CREATED, OPENED, FolderWatch
+from tests.launch.live_run import SHARED_MEMORY, LiveRun, write_config
 from tests.tiny_models import make_model
 
 METRICS = {
@@ -275,12 +276,53 @@ async def test_stragglers_of_real_engines_are_moved_and_go_on(start):
         rollout__replicas=3,
         rollout__max_response_tokens=120,
         rollout__delta_interval_s=0.02,
-        repack={"enabled": True, "interval_s": 0.02, "batch_bound": 16, "kv_ceiling": 1.0},
+        repack={"enabled": True, "interval_s": 0.02, "batch_bound": 16, "kv_ceiling": 1.0, "move_kv": "always"},
     )
     assert await run.end() == 0, run.output
     nothing_left(run)
     moves = [line for line in run.lines("events.jsonl") if line["event"] == "RolloutsRepacked"]
     assert moves and sum(line["trajectories"] for line in moves) > 0
+    kv = [line for line in run.lines("events.jsonl") if line["event"] == "KvMoved"]
+    assert any(line["tokens"] > 0 and line["nbytes"] > 0 for line in kv)
+    assert not [line["error"] for line in kv if line["error"] not in ("", "stopped before it was imported")]
     trained = [line for line in run.lines("trajectories.jsonl") if line["step"] is not None]
     assert len({line["id"] for line in trained}) == len(trained) == 40 * 4 * 2
     assert all(len(line["versions"]) == 1 and line["staleness"] <= 4 for line in trained)
+
+
+async def test_a_source_and_a_target_that_die_in_the_middle_of_a_move_lose_and_repeat_nothing(start):
+    """Killed while the source writes the KV, and while the target reads it."""
+    run = await start(
+        trainer__steps=100000,
+        rollout__replicas=2,
+        rollout__restarts=5,
+        rollout__max_response_tokens=400,
+        rollout__kv_cache_mib=64,
+        rollout__delta_interval_s=0.02,
+        repack={"enabled": True, "interval_s": 0.02, "batch_bound": 16, "kv_ceiling": 1.0, "move_kv": "always"},
+    )
+    await run.line(r"^ *1/")
+    (folder,) = (SHARED_MEMORY / name / "kv" for name in run.shared_memory())
+    for moment, who in ((CREATED, "source"), (OPENED, "target")):
+        watch = FolderWatch(folder, moment)
+        name = await watch.name()
+        while name.startswith(".") and who == "target":  # the source's, under way
+            name = await watch.name()
+        watch.close()
+        source = name.lstrip(".").partition("~")[0]
+        struck = source if who == "source" else {"rollout-0": "rollout-1", "rollout-1": "rollout-0"}[source]
+        os.kill(run.process_of(struck), signal.SIGKILL)
+        await run.line(rf"{struck} was lost")
+        await run.line(rf"{struck} is ready")
+    await run.line(r"^ *\d+/")
+    run.process.send_signal(signal.SIGINT)
+    assert await run.end() == 0, run.output
+    nothing_left(run)
+    steps = len(run.lines("metrics.jsonl"))
+    trained = [line for line in run.lines("trajectories.jsonl") if line["step"] is not None]
+    assert len({line["id"] for line in trained}) == len(trained) == steps * 4 * 2
+    assert all(line["staleness"] <= 4 and len(line["versions"]) == 1 for line in trained)
+    events = run.lines("events.jsonl")
+    assert any(line["event"] == "KvMoved" and line["tokens"] for line in events)
+    at_zero = [line["mismatch_kl"] for line in run.lines("metrics.jsonl") if line["staleness_max"] == 0]
+    assert all(mismatch < 1e-6 for mismatch in at_zero)

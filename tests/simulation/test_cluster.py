@@ -60,6 +60,22 @@ def test_repack_moves_trajectories_without_losing_a_token():
     run = Recorded(config, workload=_long_tailed(config)).to_the_end()
     assert run.of(event_types.RolloutsRepacked)
     check_trained(run, config)
+    moves = run.of(event_types.KvMoved)
+    assert moves and not any(move.error for move in moves)
+    replicas = run.run.controller.rollouts.replicas.values()
+    assert set(run.run.shelf) <= {name for replica in replicas for name in replica.kv_to_drop}, "KV is left behind"
+
+
+def test_repack_without_moving_kv_prefills():
+    config = experiment(
+        repack__enabled=True,
+        repack__move_kv="never",
+        repack__interval_s=0.05,
+        trainer__steps=8,
+        rollout__max_response_tokens=2000,
+    )
+    run = Recorded(config, workload=_long_tailed(config)).to_the_end()
+    assert run.of(event_types.RolloutsRepacked) and not run.of(event_types.KvMoved)
 
 
 def test_partial_mixes_versions_in_order():

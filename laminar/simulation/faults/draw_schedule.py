@@ -115,6 +115,7 @@ def _config(draw: _Draw, seed: int) -> ExperimentConfig:
             "repack": {
                 "enabled": draw.chance(0.7) and name == "laminar",
                 "interval_s": draw.one_of(0.5, 1.0, 2.0),
+                "move_kv": draw.one_of("auto", "always", "never"),
                 "kv_ceiling": draw.one_of(0.5, 0.9),
                 "batch_bound": min(draw.integer(2, 12), max_running),
             },

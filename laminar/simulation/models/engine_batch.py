@@ -38,9 +38,25 @@ class Finished:
 class Resident:
     """A trajectory in this engine."""
 
-    __slots__ = ("base", "id", "joined", "joined_step", "next_pause", "pauses", "prefix", "prompt", "state", "total")
+    __slots__ = (
+        *(
+            "base",
+            "id",
+            "imports",
+            "joined",
+            "joined_step",
+            "next_pause",
+            "pauses",
+            "prefix",
+            "prompt",
+            "state",
+            "total",
+        ),
+    )
 
-    def __init__(self, id: str, prompt: int, done: int, total: int, pauses: Pauses, prefix: str | None) -> None:
+    def __init__(
+        self, id: str, prompt: int, done: int, total: int, pauses: Pauses, prefix: str | None, imports: bool
+    ) -> None:
         self.id = id
         self.prompt = prompt  # tokens
         self.base = done  # response tokens when it last joined the batch, or now if it is not in it
@@ -48,6 +64,7 @@ class Resident:
         self.pauses = pauses
         self.next_pause = sum(after <= done for after, _ in pauses) if pauses else 0
         self.prefix = prefix
+        self.imports = imports  # its KV came with it; not yet in the cache
         self.state = WAITING
         self.joined = 0  # serial number of its last joining the batch; tells stale heap entries from live ones
         self.joined_step = 0
@@ -171,8 +188,13 @@ class EngineBatch:
             if resident.prefix is not None:
                 self._prefixes[resident.prefix] = self._prefixes.get(resident.prefix, 0) + 1
             self._kv_used += new
-            self._statistics.prefilled_tokens += new
-            seconds += self._costs.prefill_seconds(new, resident.prompt + resident.base - new)
+            if resident.imports:
+                resident.imports = False  # a preemption throws it away
+                self._statistics.imported_tokens += new
+                seconds += self._costs.kv_import_seconds(new)
+            else:
+                self._statistics.prefilled_tokens += new
+                seconds += self._costs.prefill_seconds(new, resident.prompt + resident.base - new)
             self._join(resident)
         return seconds
 

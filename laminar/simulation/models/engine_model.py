@@ -30,12 +30,14 @@ class RooflineEngine(EngineBatch):
         done_tokens: int = 0,
         pauses: Pauses = (),
         prefix_key: str | None = None,
+        imports_kv: bool = False,
     ) -> None:
         """Queue a trajectory that starts, or goes on behind `done_tokens` response tokens.
 
         Args:
             pauses: tool calls of the whole response; those at or before `done_tokens` are over.
             prefix_key: trajectories with the same key have the same prompt; its KV is computed and held once.
+            imports_kv: the KV of its tokens so far comes with it, and is copied rather than computed.
 
         Raises:
             ValueError: it is here already, has nothing to generate, or could never fit.
@@ -50,7 +52,7 @@ class RooflineEngine(EngineBatch):
                 f"trajectory {trajectory_id}: {prompt_tokens} + {total} tokens, the KV cache has {self.kv_capacity}"
             )
         self._process(now, including_now=False)
-        trajectory = Resident(trajectory_id, prompt_tokens, done_tokens, total, pauses, prefix_key)
+        trajectory = Resident(trajectory_id, prompt_tokens, done_tokens, total, pauses, prefix_key, imports_kv)
         self._all[trajectory_id] = trajectory
         self._waiting.append(trajectory)
         self._num_waiting += 1
@@ -77,6 +79,14 @@ class RooflineEngine(EngineBatch):
         if self._head_fits():
             self._cut(now)
         return tokens
+
+    def kv_tokens(self, now: float, trajectory_id: str) -> int:
+        """Tokens whose KV is in the cache for this trajectory: 0 if it waits (or is not here)."""
+        self._process(now)
+        trajectory = self._all.get(trajectory_id)
+        if trajectory is None or trajectory.state not in (RUNNING, PAUSED):
+            return 0
+        return trajectory.prompt + self._tokens(trajectory, now)
 
     def stop(self, now: float) -> None:
         """Freeze decoding and prefill where they are, as while weights are loaded; pauses go on running out."""

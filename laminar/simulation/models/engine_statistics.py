@@ -17,6 +17,7 @@ class EngineStatistics:
     stopped_seconds: float = 0.0  # weights being loaded
     generated_tokens: int = 0
     prefilled_tokens: int = 0
+    imported_tokens: int = 0  # whose KV came with a move
     preemptions: int = 0
     preempted_tokens: int = 0  # KV thrown away by preemptions, to be computed again
     kv_token_seconds: float = 0.0  # tokens in the KV cache, integrated over time

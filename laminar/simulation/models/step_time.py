@@ -79,6 +79,8 @@ class StepCosts:
         self._kv_s = model.replica_kv_bytes_per_token(tensor_parallel) / bandwidth  # per token of KV cache
         self._token_s = 2 * model.multiplied_parameters / flops  # per token through the weights
         self._attention_s = model.attention_flops / flops  # per token and token of context
+        host_link = tensor_parallel * gpu.host_link_bandwidth * constants.host_link_share
+        self._kv_copy_s = model.replica_kv_bytes_per_token(tensor_parallel) / host_link  # per token, one way
         self._overhead_s = constants.step_overhead_s
         self._overhead_per_running_s = 0.0
         if tensor_parallel > 1:
@@ -108,6 +110,10 @@ class StepCosts:
         """Prefill of `tokens` tokens behind `cached` tokens whose KV is there already."""
         end = cached + tokens
         return self._token_s * tokens + self._attention_s * (end * end - cached * cached) / 2
+
+    def kv_import_seconds(self, tokens: int) -> float:
+        """From the host's memory into the KV cache, instead of a prefill. The export is hidden behind the source's decoding."""
+        return self._kv_copy_s * tokens
 
 
 def _quadratic_root(base: float, slope: float, seconds: float) -> float:

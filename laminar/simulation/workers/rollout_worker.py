@@ -11,51 +11,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from laminar.protocol import messages
 from laminar.simulation.channels.network import SimulatedNetwork
 from laminar.simulation.models.engine_model import RooflineEngine
 from laminar.simulation.models.workload import Workload
+from laminar.simulation.workers.kv_shelf import KvShelf
 from laminar.simulation.workers.modelled_worker import Life, ModelledWorker
+from laminar.simulation.workers.token_arrays import TokenArrays
 from laminar.simulation.workers.weight_stores import WeightStores, WeightTimes
-
-LOGPROB = -1.0
-MIN_TOKENS = 1 << 16  # of the arrays that messages are cut from
-KEPT_VERSIONS = 8
-
-
-class TokenArrays:
-    """Arrays that the deltas' tokens are slices of: nothing is allocated for a message. Shared by all rollouts."""
-
-    def __init__(self) -> None:
-        self._token_ids: dict[int, NDArray[np.int32]] = {}
-        self._logprobs: NDArray[np.float32] = _constant(LOGPROB, MIN_TOKENS, np.float32)
-
-    def token_ids(self, version: int, count: int) -> NDArray[np.int32]:
-        """That many tokens of this version: int32 [count], each of them the version."""
-        array: NDArray[np.int32] | None = self._token_ids.get(version)
-        if array is None or len(array) < count:
-            while len(self._token_ids) >= KEPT_VERSIONS:
-                del self._token_ids[min(self._token_ids)]
-            array = self._token_ids[version] = _constant(version, _room(count), np.int32)
-        return array[:count]
-
-    def logprobs(self, count: int) -> NDArray[np.float32]:
-        """float32 [count], all the same."""
-        if len(self._logprobs) < count:
-            self._logprobs = _constant(LOGPROB, _room(count), np.float32)
-        return self._logprobs[:count]
-
-
-def _constant(value: float, count: int, dtype: type) -> NDArray[Any]:
-    array: NDArray[Any] = np.full(count, value, dtype)
-    array.flags.writeable = False
-    return array
-
-
-def _room(count: int) -> int:
-    return max(MIN_TOKENS, 1 << count.bit_length())
 
 
 class _Leased:
@@ -83,6 +47,7 @@ class ModelledRollout(ModelledWorker):
         workload: Workload,
         times: WeightTimes,
         stores: WeightStores,
+        shelf: KvShelf,
         arrays: TokenArrays,
         delta_interval_s: float,
     ) -> None:
@@ -94,6 +59,7 @@ class ModelledRollout(ModelledWorker):
         self._workload = workload
         self._times = times
         self._stores = stores
+        self._shelf = shelf
         self._arrays = arrays
         self._delta_interval_s = delta_interval_s
         self._leased: dict[str, _Leased] = {}
@@ -101,6 +67,7 @@ class ModelledRollout(ModelledWorker):
         self._timer: asyncio.TimerHandle | None = None  # the engine's next event
         self._gains_timer: asyncio.TimerHandle | None = None
         super().__init__(network, life)
+        shelf.clear(self.name)  # what an earlier process has left
 
     def handle(self, message: Any) -> None:
         """See `ModelledWorker`."""
@@ -110,6 +77,8 @@ class ModelledRollout(ModelledWorker):
             self._generate(message)
         elif isinstance(message, messages.AbortTrajectories):
             self._abort(message)
+        elif isinstance(message, messages.DropKv):
+            self._drop_kv(message)
         elif isinstance(message, messages.PullWeights):
             self._pull(message)
         else:
@@ -140,6 +109,8 @@ class ModelledRollout(ModelledWorker):
             self._leases[trajectory_id] = lease
             if total <= done:  # all its tokens came before its end was heard
                 complete.append(trajectory_id)
+                if assignment.kv is not None:
+                    self._take_kv(assignment)
                 continue
             self.engine.add(
                 now,
@@ -149,22 +120,42 @@ class ModelledRollout(ModelledWorker):
                 done_tokens=done,
                 pauses=self._workload.pauses(prompt_id, member),
                 prefix_key=trajectory_id.rpartition(".")[0],
+                imports_kv=assignment.kv is not None and self._take_kv(assignment),
             )
         if complete:
             self._send_ended([(id, self._leased[id].sent) for id in complete], None)
         self._set_timers()
 
+    def _take_kv(self, assignment: messages.TrajectoryAssignment) -> bool:
+        """Whether the KV is there to be imported; says so. Its seconds count when the trajectory joins the batch."""
+        taken = self._shelf.take(assignment)
+        self.send(taken)
+        return not taken.error
+
+    def _drop_kv(self, message: messages.DropKv) -> None:
+        for name in message.names:
+            self._shelf.remove(name)
+        for exporter in message.exporters:
+            self._shelf.clear(exporter)
+
     def _abort(self, message: messages.AbortTrajectories) -> None:
         now = self.loop.time()
         self._on_engine_event()
         ended: list[tuple[str, int]] = []
+        exported: list[messages.KvReference] = []
         for trajectory_id in message.trajectory_ids:
             if trajectory_id in self._leased:
+                kv_tokens = self.engine.kv_tokens(now, trajectory_id) if message.export_kv else 0
                 tokens = self.engine.remove(now, trajectory_id)
                 if tokens is not None:
                     ended.append((trajectory_id, tokens))
+                    if kv_tokens:
+                        lease = self._leased[trajectory_id].lease
+                        exported.append(
+                            self._shelf.put(self.name, trajectory_id, lease, self.policy_version, kv_tokens)
+                        )
         if ended:
-            self._send_ended(ended, "abort")
+            self._send_ended(ended, "abort", exported)
         self._set_timers()
 
     def _on_engine_event(self) -> None:
@@ -204,16 +195,23 @@ class ModelledRollout(ModelledWorker):
 
     # ------------------------------------------------------------ what is sent
 
-    def _send_ended(self, ended: list[tuple[str, int]], finish_reason: str | None) -> None:
+    def _send_ended(
+        self, ended: list[tuple[str, int]], finish_reason: str | None, exported: Iterable[messages.KvReference] = ()
+    ) -> None:
         """The last deltas of these (id, response tokens); no reason given: each its own."""
-        self._send(ended, [finish_reason or self._leased[id].finish_reason for id, _ in ended])
+        self._send(ended, [finish_reason or self._leased[id].finish_reason for id, _ in ended], exported)
         for id, _ in ended:
             del self._leased[id]
         if finish_reason is None:
             for id, _ in ended:
                 del self._leases[id]  # its id never comes back
 
-    def _send(self, tokens: list[tuple[str, int]], finish_reasons: Iterable[str | None]) -> None:
+    def _send(
+        self,
+        tokens: list[tuple[str, int]],
+        finish_reasons: Iterable[str | None],
+        exported: Iterable[messages.KvReference] = (),
+    ) -> None:
         starts, counts, leases = [], [], []
         for id, now_has in tokens:
             leased = self._leased[id]
@@ -234,6 +232,7 @@ class ModelledRollout(ModelledWorker):
                 logprobs=self._arrays.logprobs(total),
                 finish_reasons=tuple(finish_reasons),
                 load=self._load(),
+                exported_kv=tuple(exported),
             )
         )
 

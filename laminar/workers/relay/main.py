@@ -12,15 +12,13 @@ import asyncio
 import functools
 import logging
 import os
-import socket
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from laminar.config.store_room import check_store_room
 from laminar.errors import RunFailed, UserError
-from laminar.protocol.connection import CONNECTION_FILE, Connection
 from laminar.protocol.messages import BroadcastEnded, Carry, RelayJoined
 from laminar.weights.store import WeightStore
+from laminar.workers.own_address import own_address
 from laminar.workers.relay.carrier import Carrier
 from laminar.workers.relay.carrier_session import CarrierSession
 from laminar.workers.relay.hop_opener import World
@@ -71,25 +69,6 @@ async def serve(session: WorkerSession, *, connect: Path, mpirun: int | None) ->
         raise failures.exceptions[0] from failures  # the others follow from it
     finally:
         carrying.carrier.close()
-
-
-def own_address(connect: Path) -> str:
-    """The numeric address of this host on the way to the controller: neighbours reach it there. Nothing is sent.
-
-    Raises:
-        UserError: there is no way to the controller.
-    """
-    path = connect / CONNECTION_FILE if connect.is_dir() else connect
-    controller = urlsplit(Connection.read(path).address)
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(
-            controller.hostname, controller.port, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise UserError(f"{path}: no way to the controller at {controller.geturl()}: {error}") from error
 
 
 def _join_world() -> World:

@@ -2,7 +2,8 @@
 
 Invariants: row i of the batch lives in slot i of the cache; a row's last token has been reported but is not in the cache
 yet (the next step writes it), so a slot holds one token less than its trajectory. Finished rows leave after the step that
-finished them, the last row takes their place, and waiting ones join by a prefill before the next step.
+finished them, the last row takes their place, and waiting ones join by a prefill before the next step, or, with exported
+KV, by a copy of it.
 
 Everything here runs in one thread, which `TorchEngine` owns.
 """
@@ -13,6 +14,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,8 +23,11 @@ from numpy.typing import NDArray
 from laminar.errors import UserError
 from laminar.workers.rollout import token_sampling
 from laminar.workers.rollout.causal_model import CausalModel
-from laminar.workers.rollout.engine import EngineLoad, EngineSettings, GenerationRequest
+from laminar.workers.rollout.engine import EngineLoad, EngineSettings, GenerationRequest, KvExported, KvImported
+from laminar.workers.rollout.kv_file import KvRefused
+from laminar.workers.rollout.move_costs import MoveCosts
 from laminar.workers.rollout.slot_cache import SlotCache
+from laminar.workers.rollout.slot_transfer import SlotTransfer
 
 log = logging.getLogger("laminar.rollout")
 
@@ -36,20 +41,27 @@ class Row:
 
     request: GenerationRequest
     stop_token_ids: frozenset[int]
-    token_ids: list[int] = field(default_factory=list)  # generated here, not yet taken
+    token_ids: list[int] = field(default_factory=list)  # generated here
     logprobs: list[float] = field(default_factory=list)  # one per token_ids
+    taken: int = 0  # of them
     left: int  # tokens that may still be generated
     finish_reason: str | None = None
+    exported: KvExported | None = None
+    imported: KvImported | None = None  # not yet taken
 
-    def context(self) -> NDArray[np.int64]:
-        """int64 [P + T], the tokens to start from."""
-        return np.concatenate([self.request.prompt_token_ids, self.request.token_ids]).astype(np.int64)
+    def context(self) -> NDArray[np.int32]:
+        """int32 [P + T], the tokens to start from."""
+        return np.concatenate([self.request.prompt_token_ids, self.request.token_ids])
 
     def take(self) -> tuple[list[int], list[float]]:
         """What was generated since the last call."""
-        taken = self.token_ids, self.logprobs
-        self.token_ids, self.logprobs = [], []
-        return taken
+        since, self.taken = self.taken, len(self.token_ids)
+        return self.token_ids[since:], self.logprobs[since:]
+
+    def take_imported(self) -> KvImported | None:
+        """What became of the KV that came with it; once."""
+        imported, self.imported = self.imported, None
+        return imported
 
 
 class DecodeBatch:
@@ -85,6 +97,9 @@ class DecodeBatch:
             self.model.dtype,
             device=self.model.device,
         )
+        self.transfer = SlotTransfer(self.model, self.cache)
+        self.costs = MoveCosts()
+        self._moves_kv = settings.moves_kv
         self.policy_version = -1
         self.step_seconds = 0.0  # duration of the last step
         self.waiting: deque[Row] = deque()
@@ -109,6 +124,8 @@ class DecodeBatch:
             running=len(self.rows),
             waiting=len(self.waiting),
             kv_utilization=used / (self.slots * self.positions),
+            prefill_s_per_token=self.costs.prefill_s_per_token,
+            kv_move_s_per_token=self.costs.kv_move_s_per_token,
         )
 
     def add(self, request: GenerationRequest) -> Row:
@@ -121,15 +138,31 @@ class DecodeBatch:
         self.waiting.append(row)
         return row
 
-    def abort(self, row: Row) -> None:
-        """End a trajectory with "abort"; does nothing if it has ended already."""
+    def abort(self, row: Row, export: Path | None = None) -> None:
+        """End a trajectory with "abort", its KV written to `export`; does nothing if it has ended already."""
         if row.finish_reason is not None:
             return
         row.finish_reason = "abort"
         if row in self.waiting:
             self.waiting.remove(row)
-        else:
-            self._remove(self.rows.index(row))
+            return
+        slot = self.rows.index(row)
+        if export is not None and self._moves_kv:
+            self._export(row, slot, export)
+        self._remove(slot)
+
+    def _export(self, row: Row, slot: int, path: Path) -> None:
+        started = time.perf_counter()
+        tokens = int(self._lengths[slot])
+        token_ids = np.concatenate([row.context(), np.array(row.token_ids, np.int32)])[:tokens]
+        try:
+            nbytes = self.transfer.write(slot, token_ids, self.policy_version, path)
+        except OSError as error:  # no memory: it is prefilled where it goes on
+            log.warning("KV of %s (%d tokens) was not exported: %s", row.request.request_id, tokens, error)
+            return
+        seconds = time.perf_counter() - started
+        self.costs.exported(tokens, seconds)
+        row.exported = KvExported(tokens=tokens, nbytes=nbytes, shards=1, seconds=seconds)
 
     def load_weights(self, path: str, policy_version: int) -> None:
         """Take a version's weights. Raises RuntimeError if a trajectory is here, ValueError if the file does not fit."""
@@ -146,11 +179,38 @@ class DecodeBatch:
         started = time.perf_counter()
         finished = []
         while self.waiting and len(self.rows) < self.slots:
-            finished += self._prefill(self._next_to_join())
+            if self.waiting[0].request.kv is not None and self.waiting[0].imported is None:
+                self._import(self.waiting[0])
+            else:
+                finished += self._prefill(self._next_to_join())
         if self.rows:
             finished += self._decode()
         self.step_seconds = time.perf_counter() - started
         return finished
+
+    def _import(self, row: Row) -> None:
+        """Let the row at the head join with the KV that came with it; if that does not fit, it is prefilled next."""
+        path, context = row.request.kv, row.context()
+        assert path is not None
+        started = time.perf_counter()
+        slot, tokens = len(self.rows), len(context) - 1
+        try:
+            if not self._moves_kv:
+                raise KvRefused("this engine does not move KV")
+            nbytes = self.transfer.read(slot, context, self.policy_version, path)
+        except KvRefused as refusal:
+            log.warning("KV of %s was not taken, it is prefilled: %s", row.request.request_id, refusal)
+            row.imported = KvImported(tokens=0, nbytes=0, seconds=0.0, error=str(refusal))
+            return
+        self.cache.fill(slot, tokens)
+        self.waiting.popleft()
+        self.rows.append(row)
+        self._lengths[slot] = tokens
+        self._last[slot] = context[-1]
+        self._set_sampling(np.array([slot]), [row])
+        seconds = time.perf_counter() - started
+        self.costs.imported(tokens, seconds)
+        row.imported = KvImported(tokens=tokens, nbytes=nbytes, seconds=seconds, error="")
 
     def _next_to_join(self) -> list[Row]:
         """The next rows in order of arrival that fit into the free slots and one forward pass."""
@@ -158,6 +218,8 @@ class DecodeBatch:
         lengths: set[int] = set()
         while self.waiting and len(joining) < self.slots - len(self.rows):
             request = self.waiting[0].request
+            if joining and request.kv is not None and self.waiting[0].imported is None:
+                break
             lengths.add(len(request.prompt_token_ids) + len(request.token_ids))
             count = len(joining) + 1
             logits = count * len(lengths) * self.model.vocabulary
@@ -168,6 +230,7 @@ class DecodeBatch:
 
     def _prefill(self, joining: list[Row]) -> list[Row]:
         """Put rows into free slots and generate their first token. Equal contexts (a group's) are computed once."""
+        started = time.perf_counter()
         contexts = [row.context() for row in joining]
         distinct = {context.tobytes(): context for context in contexts}
         index = {content: i for i, content in enumerate(distinct)}
@@ -183,10 +246,15 @@ class DecodeBatch:
 
         self.rows += joining
         self._lengths[slots] = lengths
-        self._temperature[slots] = [row.request.temperature for row in joining]
-        self._top_p[slots] = [row.request.top_p for row in joining]
-        self._keys[slots] = [token_sampling.key_of(self._seed_of(row.request)) for row in joining]
-        return self._append(slots, logits)
+        self._set_sampling(slots, joining)
+        finished = self._append(slots, logits)
+        self.costs.prefilled(sum(map(len, distinct.values())), time.perf_counter() - started)
+        return finished
+
+    def _set_sampling(self, slots: NDArray[np.int64], rows: list[Row]) -> None:
+        self._temperature[slots] = [row.request.temperature for row in rows]
+        self._top_p[slots] = [row.request.top_p for row in rows]
+        self._keys[slots] = [token_sampling.key_of(self._seed_of(row.request)) for row in rows]
 
     def _decode(self) -> list[Row]:
         """One token for every row."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from laminar.protocol.messages import RolloutLoad, TrajectoryDeltas
+from laminar.protocol.messages import KvReference, RolloutLoad, TrajectoryDeltas
 from laminar.workers.rollout.engine import EngineDelta
 
 
@@ -18,6 +18,7 @@ class _Pending:
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
     finish_reason: str | None = None
+    exported_kv: KvReference | None = None
 
 
 class DeltaBatch:
@@ -30,8 +31,10 @@ class DeltaBatch:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def add(self, trajectory_id: str, lease: int, start: int, delta: EngineDelta) -> None:
-        """Add a delta; `start` is the number of response tokens before it.
+    def add(
+        self, trajectory_id: str, lease: int, start: int, delta: EngineDelta, exported_kv: KvReference | None = None
+    ) -> None:
+        """Add a delta; `start` is the number of response tokens before it, `exported_kv` what its abort has left.
 
         Raises:
             RuntimeError: it is of another version than what is collected (weights changed under open streams).
@@ -47,6 +50,7 @@ class DeltaBatch:
         pending.token_ids.append(delta.token_ids)
         pending.logprobs.append(delta.logprobs)
         pending.finish_reason = delta.finish_reason
+        pending.exported_kv = exported_kv
 
     def take(self, load: RolloutLoad) -> TrajectoryDeltas | None:
         """All that was collected as one message, or None; the batch is empty afterwards."""
@@ -64,6 +68,7 @@ class DeltaBatch:
             logprobs=np.concatenate([piece for _, entry in entries for piece in entry.logprobs]),
             finish_reasons=tuple(entry.finish_reason for _, entry in entries),
             load=load,
+            exported_kv=tuple(entry.exported_kv for _, entry in entries if entry.exported_kv is not None),
         )
         self._pending, self._policy_version = {}, None
         return message

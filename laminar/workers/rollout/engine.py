@@ -6,6 +6,9 @@ Contract, the same for every engine and tested by the same tests:
   has a `finish_reason`.
 - After `abort` the stream ends with "abort", having yielded every token that the engine had produced. Prompt plus these
   tokens, given to any other replica of the same version, continue the same greedy sequence.
+- After `abort` with an export path the trajectory's KV lies there, complete, before the last delta comes; that delta says
+  so. A request with such a file decodes on without prefill, exactly as if it had never moved. A file that does not fit (or
+  is gone, or damaged) costs a prefill and never more; the first delta says which it was. The file is the caller's to remove.
 - `load_weights` is called only while no stream is open. Afterwards the outputs are exactly those of the new weights
   (tied embeddings and any prefix cache included), and every delta states the new version.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +36,27 @@ class GenerationRequest:
     top_p: float
     stop_token_ids: tuple[int, ...]
     seed: int | None = None
+    kv: Path | None = None  # exported KV of prompt and token_ids, all but the last; its shards are `kv_file.shard_path`
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class KvExported:
+    """An engine has written a trajectory's KV."""
+
+    tokens: int  # positions, from 0 on
+    nbytes: int  # of all files
+    shards: int  # files
+    seconds: float
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class KvImported:
+    """What became of the KV that came with a request."""
+
+    tokens: int  # positions that were filled from it; 0 where there is an error, or where they were at hand already
+    nbytes: int
+    seconds: float
+    error: str  # why all was prefilled; empty if it was not
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -42,6 +67,8 @@ class EngineDelta:
     logprobs: NDArray[np.float32]  # float32 [D]
     policy_version: int  # the version that made these tokens, as the engine knows it
     finish_reason: str | None  # "stop" | "length" | "abort", None while it goes on
+    exported: KvExported | None = None  # in the last delta, where the abort asked for it and it could be done
+    imported: KvImported | None = None  # in the first delta of a request with KV
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -51,6 +78,8 @@ class EngineLoad:
     running: int  # trajectories being decoded
     waiting: int  # trajectories queued inside the engine
     kv_utilization: float  # share of the KV cache in use, 0 to 1
+    prefill_s_per_token: float = 0.0  # seconds per token of context, as measured lately; 0: not yet
+    kv_move_s_per_token: float = 0.0  # seconds to export and import the KV of a token, likewise
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -65,6 +94,7 @@ class EngineSettings:
     tensor_parallel: int
     threads: int  # CPU threads for the forward pass
     seed: int
+    moves_kv: bool = False  # exports and imports KV; otherwise both are refused and every move prefills
 
 
 class RolloutEngine(Protocol):
@@ -80,8 +110,8 @@ class RolloutEngine(Protocol):
         """Stream one trajectory. Raises ValueError if prompt and response cannot fit the context."""
         ...
 
-    async def abort(self, request_id: str) -> None:
-        """End a stream as early as possible; unknown ids are ignored (it may just have ended)."""
+    async def abort(self, request_id: str, export: Path | None = None) -> None:
+        """End a stream as early as possible, its KV written to `export`; unknown ids are ignored (it may just have ended)."""
         ...
 
     async def load_weights(self, path: str, policy_version: int) -> None:

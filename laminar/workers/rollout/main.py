@@ -3,13 +3,17 @@
 At SIGTERM it says that it is leaving and goes on, until the controller lets it go or `rollout.drain_s` has passed.
 
 Invariants: deltas go out at most `rollout.delta_interval_s` after their tokens were made, and at once when a trajectory
-finishes; every delta states the version that the engine served; weights are loaded only while nothing is generated.
+finishes; every delta states the version that the engine served; weights are loaded only while nothing is generated; KV that
+came with an assignment is answered by one `KvTaken` before the trajectory's last delta, and its files are gone by then.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,18 +22,31 @@ from laminar.config.schema import ExperimentConfig
 from laminar.errors import UserError
 from laminar.protocol import messages
 from laminar.weights.store import WeightStore
+from laminar.workers.own_address import own_address
 from laminar.workers.rollout.delta_batch import DeltaBatch
-from laminar.workers.rollout.engine import EngineDelta, EngineSettings, GenerationRequest, RolloutEngine
+from laminar.workers.rollout.engine import EngineDelta, EngineSettings, GenerationRequest, KvImported, RolloutEngine
 from laminar.workers.rollout.engines import choose_engine
+from laminar.workers.rollout.kv_courier import KvCourier
+from laminar.workers.rollout.kv_folder import KvFolder
 from laminar.workers.rollout.stop_tokens import stop_token_ids
 from laminar.workers.worker import WorkerSession, run_worker
+
+STOPPED_BEFORE = "stopped before it was imported"
 
 
 class RolloutWorker:
     """Joins one engine to the controller: requests in, batches of deltas out."""
 
-    def __init__(self, session: WorkerSession, engine: RolloutEngine, stop_tokens: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        session: WorkerSession,
+        engine: RolloutEngine,
+        stop_tokens: tuple[int, ...],
+        courier: KvCourier | None = None,
+    ) -> None:
+        """`courier`: for the KV of trajectories that move; None: it does not move."""
         self._session = session
+        self._courier = courier
         self._engine = engine
         self._stop_tokens = stop_tokens
         self._sampling = session.config.rollout
@@ -51,7 +68,7 @@ class RolloutWorker:
                 self._session.on_notice = None  # nothing is left to hand over
                 leaving.cancel()
                 for trajectory_id in self._leases:
-                    await self._abort(trajectory_id)
+                    await self._abort(trajectory_id, export_kv=False)
                 sender.cancel()
         except* asyncio.CancelledError:
             raise asyncio.CancelledError from None
@@ -72,7 +89,9 @@ class RolloutWorker:
                 streams.create_task(self._stream(assignment), name=f"stream {assignment.trajectory_id}")
         elif isinstance(message, messages.AbortTrajectories):
             for trajectory_id in message.trajectory_ids:
-                await self._abort(trajectory_id)
+                await self._abort(trajectory_id, export_kv=message.export_kv)
+        elif isinstance(message, messages.DropKv):
+            self._drop_kv(message)
         elif isinstance(message, messages.ReportLoad):
             await self._session.send(self._load())
         elif isinstance(message, messages.PullWeights):
@@ -80,38 +99,43 @@ class RolloutWorker:
         else:
             raise RuntimeError(f"a rollout does not take {type(message).__name__}")
 
-    async def _abort(self, trajectory_id: str) -> None:
+    async def _abort(self, trajectory_id: str, *, export_kv: bool) -> None:
         lease = self._leases.get(trajectory_id)
         if lease is not None:  # else it has just ended
             request_id = _request_id(trajectory_id, lease)
             self._aborted.add(request_id)  # its stream may not have begun
-            await self._engine.abort(request_id)
+            export = self._courier.export_path(trajectory_id, lease) if export_kv and self._courier else None
+            await self._engine.abort(request_id, export)
+
+    def _drop_kv(self, message: messages.DropKv) -> None:
+        if self._courier is not None:
+            for name in message.names:
+                self._courier.drop(name)
+            for exporter in message.exporters:
+                self._courier.drop_all_of(exporter)
 
     async def _stream(self, assignment: messages.TrajectoryAssignment) -> None:
         lease, request_id = assignment.lease, _request_id(assignment.trajectory_id, assignment.lease)
-        request = GenerationRequest(
-            request_id=request_id,
-            prompt_token_ids=assignment.prompt_token_ids,
-            token_ids=assignment.token_ids,
-            max_new_tokens=assignment.max_new_tokens,
-            temperature=self._sampling.temperature,
-            top_p=self._sampling.top_p,
-            stop_token_ids=self._stop_tokens,
-            seed=assignment.seed,
-        )
         start = len(assignment.token_ids)
         try:
+            kv = await self._bring_kv(assignment)
+            unanswered = kv is not None
             if request_id in self._aborted:
+                if unanswered:
+                    await self._kv_taken(assignment, kv, _not_imported(STOPPED_BEFORE))
                 self._batch.add(assignment.trajectory_id, lease, start, _nothing(assignment.policy_version))
                 self._due.set()
                 return
-            async for delta in self._engine.generate(request):
+            async for delta in self._engine.generate(self._request(assignment, kv)):
                 if delta.policy_version != assignment.policy_version:
                     raise RuntimeError(
                         f"trajectory {assignment.trajectory_id} belongs to version {assignment.policy_version}, the "
                         f"engine served {delta.policy_version}"
                     )
-                self._batch.add(assignment.trajectory_id, lease, start, delta)
+                if unanswered and (delta.imported is not None or delta.finish_reason is not None):
+                    await self._kv_taken(assignment, kv, delta.imported or _not_imported(STOPPED_BEFORE))
+                    unanswered = False
+                self._batch.add(assignment.trajectory_id, lease, start, delta, self._exported(assignment, delta))
                 start += len(delta.token_ids)
                 if delta.finish_reason is not None:
                     self._due.set()
@@ -119,6 +143,55 @@ class RolloutWorker:
             self._aborted.discard(request_id)
             if self._leases.get(assignment.trajectory_id) == lease:
                 del self._leases[assignment.trajectory_id]
+
+    def _request(self, assignment: messages.TrajectoryAssignment, kv: Path | None) -> GenerationRequest:
+        return GenerationRequest(
+            request_id=_request_id(assignment.trajectory_id, assignment.lease),
+            prompt_token_ids=assignment.prompt_token_ids,
+            token_ids=assignment.token_ids,
+            max_new_tokens=assignment.max_new_tokens,
+            temperature=self._sampling.temperature,
+            top_p=self._sampling.top_p,
+            stop_token_ids=self._stop_tokens,
+            seed=assignment.seed,
+            kv=kv,
+        )
+
+    # ------------------------------------------------------------ KV of trajectories that move
+
+    async def _bring_kv(self, assignment: messages.TrajectoryAssignment) -> Path | None:
+        """The KV that comes with an assignment, in this host's memory; None, and that is said, if it cannot be had."""
+        if assignment.kv is None:
+            return None
+        path, error = None, "this rollout does not move KV"
+        if self._courier is not None:
+            path, error = await self._courier.bring(assignment.kv, assignment.lease)
+        if path is None:
+            await self._kv_taken(assignment, None, _not_imported(error))
+        return path
+
+    async def _kv_taken(
+        self, assignment: messages.TrajectoryAssignment, path: Path | None, imported: KvImported
+    ) -> None:
+        assert assignment.kv is not None
+        if path is not None and self._courier is not None:
+            self._courier.drop(path.name)
+        await self._session.send(
+            messages.KvTaken(
+                trajectory_id=assignment.trajectory_id,
+                lease=assignment.lease,
+                name=assignment.kv.name,
+                tokens=imported.tokens,
+                nbytes=imported.nbytes,
+                seconds=imported.seconds,
+                error=imported.error,
+            )
+        )
+
+    def _exported(self, assignment: messages.TrajectoryAssignment, delta: EngineDelta) -> messages.KvReference | None:
+        if delta.exported is None or self._courier is None:
+            return None
+        return self._courier.exported(assignment.trajectory_id, assignment.lease, delta.policy_version, delta.exported)
 
     async def _send_forever(self) -> None:
         """Send what has been collected, twice a second or as soon as a trajectory has finished."""
@@ -137,7 +210,13 @@ class RolloutWorker:
 
     def _load(self) -> messages.RolloutLoad:
         load = self._engine.load()
-        return messages.RolloutLoad(running=load.running, waiting=load.waiting, kv_utilization=load.kv_utilization)
+        return messages.RolloutLoad(
+            running=load.running,
+            waiting=load.waiting,
+            kv_utilization=load.kv_utilization,
+            prefill_s_per_token=load.prefill_s_per_token,
+            kv_move_s_per_token=load.kv_move_s_per_token,
+        )
 
     async def _pull(self, message: messages.PullWeights) -> None:
         loop = asyncio.get_running_loop()
@@ -174,6 +253,15 @@ def _nothing(policy_version: int) -> EngineDelta:
     return EngineDelta(token_ids=empty[0], logprobs=empty[1], policy_version=policy_version, finish_reason="abort")
 
 
+def _not_imported(error: str) -> KvImported:
+    return KvImported(tokens=0, nbytes=0, seconds=0.0, error=error)
+
+
+def moves_kv(config: ExperimentConfig) -> bool:
+    """Whether trajectories move with their KV."""
+    return config.repack.enabled and config.repack.move_kv != "never"
+
+
 def engine_settings(config: ExperimentConfig, index: int) -> EngineSettings:
     """What an engine needs to know of the experiment."""
     return EngineSettings(
@@ -185,21 +273,34 @@ def engine_settings(config: ExperimentConfig, index: int) -> EngineSettings:
         tensor_parallel=config.rollout.degree(index),
         threads=config.rollout.threads,
         seed=config.seed * 1000 + index,
+        moves_kv=moves_kv(config),
     )
 
 
-async def serve(session: WorkerSession) -> None:
+async def serve(session: WorkerSession, *, connect: Path) -> None:
     """One rollout replica: an inference engine that pulls weights from the relay on its host."""
-    config = session.config
+    config, welcome = session.config, session.welcome
     engine, reason = choose_engine(config.rollout.engine, engine_settings(config, session.index))
     await session.progress(f"starting the {engine.name} engine ({reason})")
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(engine.close)
         await engine.start()
+        courier = None
+        if moves_kv(config):
+            folder = KvFolder(welcome.run_id)
+            courier = KvCourier(session.name, folder, own_address(connect), welcome.hop_key)
+            stack.push_async_callback(courier.close)
         await session.ready(f"{engine.name} engine: {reason}")
-        await RolloutWorker(session, engine, stop_token_ids(config.model.path)).run()
-    finally:
-        await engine.close()
+        await RolloutWorker(session, engine, stop_token_ids(config.model.path), courier).run()
+
+
+def main() -> None:
+    """Run one rollout."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--connect", type=Path, default=Path())
+    here = functools.partial(serve, connect=parser.parse_known_args()[0].connect)
+    run_worker("rollout", functools.update_wrapper(here, serve))
 
 
 if __name__ == "__main__":
-    run_worker("rollout", serve)
+    main()

@@ -88,6 +88,11 @@ class SlotCache(Cache):
         self.mask[window.slots, 0, 0, window.positions] = 0.0
         return window.positions[:, None], self.mask[: len(lengths), :, :, : window.longest]
 
+    def fill(self, slot: int, length: int) -> None:
+        """The slot's first `length` positions have been written from elsewhere."""
+        self.mask[slot] = float("-inf")
+        self.mask[slot, :, :, :length] = 0.0
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a slot's first `length` positions and its mask to another slot."""
         for layer in self.layers:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +25,8 @@ from laminar.workers.rollout.engine import (
     EngineLoad,
     EngineSettings,
     GenerationRequest,
+    KvExported,
+    KvImported,
 )
 
 FLUSH_SECONDS = 0.02  # tokens of unfinished trajectories are handed over this often; finished ones at once
@@ -50,6 +53,8 @@ class _Gain:
     logprobs: list[float]
     policy_version: int
     finish_reason: str | None
+    exported: KvExported | None
+    imported: KvImported | None
 
 
 class TorchEngine:
@@ -118,16 +123,18 @@ class TorchEngine:
                     ),
                     policy_version=gains[-1].policy_version,
                     finish_reason=gains[-1].finish_reason,
+                    exported=gains[-1].exported,
+                    imported=gains[0].imported,
                 )
         finally:
             if not ended and self._streams.pop(request.request_id, None) is not None:
                 self._commands.put(lambda batch: self._abort(batch, stream))
 
-    async def abort(self, request_id: str) -> None:
-        """End a stream after the step in progress."""
+    async def abort(self, request_id: str, export: Path | None = None) -> None:
+        """End a stream after the step in progress, its KV written to `export`."""
         stream = self._streams.get(request_id)
         if stream is not None:
-            self._commands.put(lambda batch: self._abort(batch, stream))
+            self._commands.put(lambda batch: self._abort(batch, stream, export))
 
     async def load_weights(self, path: str, policy_version: int) -> None:
         """Copy the version's tensors into the model.
@@ -228,24 +235,26 @@ class TorchEngine:
         stream.row = batch.add(request)
         self._running[stream.row] = stream
 
-    def _abort(self, batch: DecodeBatch, stream: _Stream) -> None:
+    def _abort(self, batch: DecodeBatch, stream: _Stream, export: Path | None = None) -> None:
         row = stream.row
         if row is not None and row in self._running:
-            batch.abort(row)
+            batch.abort(row, export)
             self._hand_over([row], batch.policy_version)
 
     def _hand_over(self, rows: list[Row], policy_version: int) -> None:
         """Send what rows gained to the event loop, in one call."""
         gains = []
         for row in rows:
-            if not row.token_ids and row.finish_reason is None:
-                continue
             token_ids, logprobs = row.take()
+            if not token_ids and row.finish_reason is None:
+                continue
             gain = _Gain(
                 token_ids=token_ids,
                 logprobs=logprobs,
                 policy_version=policy_version,
                 finish_reason=row.finish_reason,
+                exported=row.exported,
+                imported=row.take_imported(),
             )
             gains.append((self._running[row], gain))
             if row.finish_reason is not None:

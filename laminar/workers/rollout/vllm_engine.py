@@ -9,10 +9,12 @@ vLLM is imported by `start`, after its environment is set: this module costs not
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +22,8 @@ import numpy as np
 from laminar.errors import UserError
 from laminar.workers.rollout.admission import check_request, check_weights
 from laminar.workers.rollout.engine import EngineDelta, EngineLoad, EngineSettings, GenerationRequest
+from laminar.workers.rollout.move_costs import MoveCosts
+from laminar.workers.rollout.vllm_kv_moves import VllmKvMoves
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -35,6 +39,7 @@ BLOCK_TOKENS = 32  # of the KV cache on CPU, whose attention kernel wants multip
 # about 15% faster than with one token per delta.
 STREAM_TOKENS = 8
 CLOSE_SECONDS = 10.0  # how long vLLM's processes may take to end by themselves
+_CONNECTOR = "laminar.workers.rollout.vllm_kv_connector"
 _EXTENSION = "laminar.workers.rollout.vllm_extension"
 
 
@@ -69,6 +74,8 @@ class VllmEngine:
         self._aborted: set[str] = set()  # of the open ones: to be ended as soon as vLLM knows them
         self._policy_version = -1
         self._figures: LoadLogger | None = None
+        self._costs = MoveCosts()
+        self._kv_moves: VllmKvMoves | None = None
         self._vocabulary = 0
         self._manifest: Manifest = {}
         # vLLM's processes die with the thread that spawned them (see `vllm_extension`): it lives as long as the engine.
@@ -91,6 +98,8 @@ class VllmEngine:
         self._vocabulary = engine.model_config.get_vocab_size()
         await engine.collective_rpc("leave_nothing_behind")
         await engine.update_weight_version(str(self._policy_version))
+        if self._settings.moves_kv:
+            self._kv_moves = VllmKvMoves(engine, await engine.collective_rpc("kv_layout"), self._costs)
 
     def _build(self, cuda: bool) -> None:
         """Start vLLM, in the spawner thread. Sets the engine: a result would be kept alive by its future."""
@@ -104,7 +113,7 @@ class VllmEngine:
                 f"vLLM is installed but cannot be imported: {error}. Install the pinned set again "
                 "(pip install -e .[cpu] or .[gpu]), or set rollout.engine: torch"
             ) from error
-        figures = self._figures = LoadLogger()
+        figures = self._figures = LoadLogger(self._costs)
         try:
             self._manifest = manifest_of_folder(self._settings.model_path, self._settings.dtype)
             arguments = self._arguments(cuda)
@@ -115,6 +124,7 @@ class VllmEngine:
             ) from error
 
     def _arguments(self, cuda: bool) -> AsyncEngineArgs:
+        from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         from laminar.workers.rollout import vllm_extension
@@ -141,6 +151,16 @@ class VllmEngine:
             worker_extension_cls=f"{_EXTENSION}.WorkerExtension",
             block_size=None if cuda else BLOCK_TOKENS,
             enforce_eager=not cuda,
+            kv_transfer_config=(
+                KVTransferConfig(
+                    kv_connector="KvMoveConnector",
+                    kv_connector_module_path=_CONNECTOR,
+                    kv_role="kv_both",
+                    kv_load_failure_policy="recompute",
+                )
+                if settings.moves_kv
+                else None
+            ),
         )
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[EngineDelta]:
@@ -164,9 +184,10 @@ class VllmEngine:
         self._open.add(request_id)
         policy_version = self._policy_version
         context = np.concatenate([request.prompt_token_ids, request.token_ids]).tolist()
-        ended = False
+        moves, ended = self._kv_moves, False
         try:
-            outputs = await engine.add_request(request_id, tokens_input(context), _sampling(request))
+            parameters = await moves.parameters(request, policy_version) if moves else None
+            outputs = await engine.add_request(request_id, tokens_input(context), _sampling(request, parameters))
             if request_id in self._aborted:
                 await engine.abort(request_id)
             while not ended:
@@ -174,6 +195,10 @@ class VllmEngine:
                 self._require_engine()
                 delta = _delta(output.outputs[0], policy_version)
                 ended = delta.finish_reason is not None
+                if moves:
+                    imported = await moves.imported(request_id)
+                    exported = await moves.exported(request_id) if ended else None
+                    delta = dataclasses.replace(delta, imported=imported, exported=exported)
                 if ended:  # before the last delta is out, so that its receiver may load weights at once
                     self._forget(request_id)
                 yield delta
@@ -188,10 +213,14 @@ class VllmEngine:
     def _forget(self, request_id: str) -> None:
         self._open.discard(request_id)
         self._aborted.discard(request_id)
+        if self._kv_moves:
+            self._kv_moves.forget(request_id)
 
-    async def abort(self, request_id: str) -> None:
-        """End a stream at once; what the step in progress makes for it is dropped."""
+    async def abort(self, request_id: str, export: Path | None = None) -> None:
+        """End a stream at once, its KV written to `export`; what the step in progress makes for it is dropped."""
         if request_id in self._open:
+            if export is not None and self._kv_moves:
+                await self._kv_moves.want_export(request_id, export)
             self._aborted.add(request_id)
             await self._require_engine().abort(request_id)
 
@@ -224,10 +253,16 @@ class VllmEngine:
     def load(self) -> EngineLoad:
         """Load after vLLM's last step; vLLM reports nothing when it is idle."""
         opened = len(self._open)
-        if self._figures is None or not opened:
-            return EngineLoad(running=0, waiting=0, kv_utilization=0.0)
-        running = min(self._figures.running, opened)
-        return EngineLoad(running=running, waiting=opened - running, kv_utilization=self._figures.kv_utilization)
+        running, utilization = 0, 0.0
+        if self._figures is not None and opened:
+            running, utilization = min(self._figures.running, opened), self._figures.kv_utilization
+        return EngineLoad(
+            running=running,
+            waiting=opened - running,
+            kv_utilization=utilization,
+            prefill_s_per_token=self._costs.prefill_s_per_token,
+            kv_move_s_per_token=self._costs.kv_move_s_per_token,
+        )
 
     async def close(self) -> None:
         """End vLLM's processes and free their shared memory; open streams fail.
@@ -236,7 +271,7 @@ class VllmEngine:
         """
         if self._building is not None:
             await asyncio.wait([self._building])
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._kv_moves = self._engine, None, None
         if engine is not None:
             if self._open and not engine.errored:
                 await engine.abort(list(self._open))  # wakes the streams, which see that the engine is gone
@@ -254,7 +289,7 @@ class VllmEngine:
         return self._engine
 
 
-def _sampling(request: GenerationRequest) -> SamplingParams:
+def _sampling(request: GenerationRequest, kv_parameters: dict[str, Any] | None) -> SamplingParams:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -268,6 +303,7 @@ def _sampling(request: GenerationRequest) -> SamplingParams:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        extra_args=None if kv_parameters is None else {"kv_transfer_params": kv_parameters},
     )
 
 

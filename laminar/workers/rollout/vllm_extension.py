@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from laminar.weights.tensors import read_tensors
+from laminar.workers.rollout.move_costs import MoveCosts
+from laminar.workers.rollout.vllm_kv_connector import KvMoveConnector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -120,14 +123,39 @@ class WorkerExtension:
             raise ValueError(f"{path} left {len(missing)} parameters of the model untouched, first {missing[0]!r}")
         return read
 
+    def kv_layout(self) -> str:
+        """How this shard's exported KV is laid out."""
+        return _connector().layout()
+
+    def want_kv_export(self, request_id: str, path: str) -> None:
+        """See `KvMoveConnector`."""
+        _connector().want_export(request_id, path)
+
+    def take_kv_export(self, request_id: str, last: bool) -> tuple[int, int, float, str] | None:
+        """(tokens, bytes, seconds, error) of an export by this shard; None: not yet."""
+        moved = _connector().take_export(request_id, last=last)
+        return None if moved is None else (moved.tokens, moved.nbytes, moved.seconds, moved.error)
+
+    def take_kv_import(self, request_id: str) -> tuple[int, int, float, str] | None:
+        """(tokens, bytes, seconds, error) of an import by this shard; None: there was none."""
+        moved = _connector().take_import(request_id)
+        return None if moved is None else (moved.tokens, moved.nbytes, moved.seconds, moved.error)
+
+
+def _connector() -> KvMoveConnector:
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, KvMoveConnector)
+    return connector
+
 
 class LoadLogger(StatLoggerBase):
     """Keeps the load figures that vLLM reports after about every step, and not at all while idle; in the client."""
 
-    def __init__(self) -> None:
-        """Start at zero."""
+    def __init__(self, costs: MoveCosts) -> None:
+        """Start at zero; prefills are added to `costs`."""
         self.running = 0
         self.kv_utilization = 0.0
+        self._costs = costs
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
@@ -136,6 +164,10 @@ class LoadLogger(StatLoggerBase):
         if scheduler_stats is not None:
             self.running = scheduler_stats.num_running_reqs
             self.kv_utilization = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            for finished in iteration_stats.finished_requests:
+                prefilled = finished.num_prompt_tokens - finished.num_cached_tokens
+                self._costs.prefilled(prefilled, finished.prefill_time)
 
     def log_engine_initialized(self) -> None:
         """Called by vLLM; nothing to log."""

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -6,8 +8,10 @@ from laminar.simulation.clock.virtual_time import run_in_virtual_time
 from laminar.simulation.models.engine_model import RooflineEngine
 from laminar.simulation.models.hardware import gpu
 from laminar.simulation.models.language_models import language_model
+from laminar.simulation.workers.kv_shelf import KvShelf
 from laminar.simulation.workers.modelled_worker import Life
-from laminar.simulation.workers.rollout_worker import ModelledRollout, TokenArrays
+from laminar.simulation.workers.rollout_worker import ModelledRollout
+from laminar.simulation.workers.token_arrays import TokenArrays
 from laminar.simulation.workers.weight_stores import WeightTimes
 from tests.simulation.small_cluster import experiment, workload
 from tests.simulation.worker_bench import Desk, in_virtual_time
@@ -21,6 +25,7 @@ class Bench(Desk):
 
     def __init__(self, *, delta_interval_s=0.5, store=(3,), heartbeat_s=None):
         super().__init__()
+        self.shelf = KvShelf(1000)
         for version in store:
             self.stores.put("relay-0", version, 2)
         self.rollout = ModelledRollout(
@@ -30,6 +35,7 @@ class Bench(Desk):
             workload=DATA,
             times=TIMES,
             stores=self.stores,
+            shelf=self.shelf,
             arrays=TokenArrays(),
             delta_interval_s=delta_interval_s,
         )
@@ -154,6 +160,44 @@ async def test_a_stop_sends_the_last_tokens_of_all_in_one_message_and_they_can_c
     await bench.listen(20)
     ids, reason = bench.tokens_of("7.1")
     assert ids == [3] * DATA.response_tokens(7, 1) and reason == "stop"
+
+
+@in_virtual_time
+async def test_kv_of_a_stopped_trajectory_is_imported_once_and_saves_the_prefill():
+    bench = Bench(delta_interval_s=100)
+    await bench.serve()
+    await bench.tell(messages.Generate(assignments=(assignment(),)))
+    await bench.listen(0.3)
+    await bench.tell(messages.AbortTrajectories(trajectory_ids=("7.1",), export_kv=True))
+    await bench.listen(5)
+    ((_, delta),) = bench.deltas()
+    (kv,) = delta.exported_kv
+    had = int(delta.token_counts[0])
+    assert list(bench.shelf) == [kv.name]
+    assert kv.tokens == len(assignment().prompt_token_ids) + had and kv.nbytes == 1000 * kv.tokens
+    for lease, error in ((2, False), (3, True)):  # the second time it is gone
+        before = bench.rollout.engine.statistics(bench.rollout.loop.time())
+        again = dataclasses.replace(assignment(done=had, max_new=400 - had, lease=lease), kv=kv)
+        await bench.tell(messages.Generate(assignments=(again,)))
+        await bench.listen(0.2)
+        after = bench.rollout.engine.statistics(bench.rollout.loop.time())
+        taken = [m for _, _, m in bench.said if isinstance(m, messages.KvTaken)][-1]
+        assert (taken.lease, bool(taken.error), taken.tokens) == (lease, error, 0 if error else kv.tokens)
+        assert (after.imported_tokens > before.imported_tokens) is not error
+        assert (after.prefilled_tokens > before.prefilled_tokens) is error
+        await bench.tell(messages.AbortTrajectories(trajectory_ids=("7.1",)))
+        await bench.listen(1)
+
+
+@in_virtual_time
+async def test_exports_that_nobody_needs_go():
+    bench = Bench(delta_interval_s=100)
+    for member in range(3):
+        bench.shelf.put(f"rollout-{member + 1}", f"7.{member}", 1, 3, 10)
+    await bench.serve()
+    await bench.tell(messages.DropKv(names=("rollout-1~7.0~1",), exporters=("rollout-3",)))
+    await bench.listen(1)
+    assert list(bench.shelf) == ["rollout-2~7.1~1"]
 
 
 @in_virtual_time

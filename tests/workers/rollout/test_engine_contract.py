@@ -73,6 +73,7 @@ async def started(request, tmp_path_factory):
             tensor_parallel=1,
             threads=1,
             seed=seed,
+            moves_kv=True,
         )
         engine, _ = choose_engine(request.param, settings)
         replicas.append(engine)
@@ -384,3 +385,99 @@ async def test_seeded_requests_repeat(rig):
         assert sampled[0][0].tokens == sampled[1][2].tokens
         assert sampled[0][1].tokens == sampled[1][0].tokens
         assert sampled[0][0].tokens != sampled[0][1].tokens
+
+
+async def moved(rig, prompt, kv, *, cut, length=200, **changes):
+    """Generate `cut` tokens at the first replica, move them with their KV, and go on at the second."""
+    source, target = rig.replicas
+    request = make_request(prompt, max_new_tokens=length, **changes)
+    first, exported = Result([], [], "", set()), None
+    async for delta in source.generate(request):
+        first.tokens += delta.token_ids.tolist()
+        first.logprobs += delta.logprobs.tolist()
+        exported = delta.exported
+        if len(first.tokens) >= cut and delta.finish_reason is None:
+            await source.abort(request.request_id, kv)
+    left = length - len(first.tokens)
+    second, imported = Result([], [], "", set()), []
+    request = make_request(prompt, token_ids=first.tokens, max_new_tokens=left, kv=kv, **changes)
+    async for delta in target.generate(request):
+        second.tokens += delta.token_ids.tolist()
+        second.logprobs += delta.logprobs.tolist()
+        imported += [delta.imported] if delta.imported else []
+        second.finish_reason = delta.finish_reason or ""
+    both = Result(first.tokens + second.tokens, first.logprobs + second.logprobs, second.finish_reason, set())
+    return both, exported, imported
+
+
+async def test_kv_moves_and_greedy_goes_on_the_same(rig, tmp_path):
+    for number, (prompt, cut) in enumerate(zip(PROMPTS, (1, 3, 7, 12, 17, 23, 28, 31), strict=True)):
+        result, exported, imported = await moved(rig, prompt, tmp_path / f"kv-{number}", cut=cut)
+        assert_greedy(rig.models["a"], prompt, result, 200)
+        assert exported.tokens >= len(prompt) + cut - 1 and exported.nbytes > exported.tokens * 256
+        assert exported.nbytes == (tmp_path / f"kv-{number}.0").stat().st_size
+        assert [one.error for one in imported] == [""]
+        assert imported[0].tokens >= len(prompt) + cut - 1 and imported[0].nbytes == exported.nbytes
+    load = rig.replicas[1].load()
+    assert load.kv_move_s_per_token > 0
+
+
+async def test_many_move_at_once(rig, tmp_path):
+    moves = [moved(rig, prompt, tmp_path / f"kv-{k}", cut=10) for k, prompt in enumerate(PROMPTS)]
+    for prompt, (result, _, imported) in zip(PROMPTS, await asyncio.gather(*moves), strict=True):
+        assert_greedy(rig.models["a"], prompt, result, 200)
+        assert [one.error for one in imported] == [""]
+
+
+@pytest.mark.parametrize("damage", ["gone", "payload", "header", "short", "version", "other"])
+async def test_kv_that_does_not_fit_costs_a_prefill_and_no_more(rig, tmp_path, damage):
+    prompt, kv = PROMPTS[3], tmp_path / "kv"
+    file = tmp_path / "kv.0"
+    source, target = rig.replicas
+    request = make_request(prompt, max_new_tokens=200)
+    tokens = []
+    async for delta in source.generate(request):
+        tokens += delta.token_ids.tolist()
+        if len(tokens) >= 10 and delta.finish_reason is None:
+            await source.abort(request.request_id, kv)
+    content = bytearray(file.read_bytes())
+    if damage == "gone":
+        file.unlink()
+    elif damage == "version":
+        await rig.load("a")
+    elif damage == "other":
+        prompt = PROMPTS[4]
+    else:
+        if damage == "short":
+            del content[-100:]
+        else:
+            content[-100 if damage == "payload" else 20] ^= 1
+        file.write_bytes(content)
+    imported, result = [], Result([], [], "", set())
+    async for delta in target.generate(make_request(prompt, token_ids=tokens, max_new_tokens=20, kv=kv)):
+        result.tokens += delta.token_ids.tolist()
+        imported += [delta.imported] if delta.imported else []
+    assert len(result.tokens) == 20
+    assert result.tokens == forward(rig.models["a"], [*prompt, *tokens], result.tokens).argmax(-1).tolist()
+    assert len(imported) == 1 and imported[0].error and not imported[0].tokens
+
+
+async def test_an_abort_exports_only_where_there_is_something_to_export(rig, tmp_path):
+    engine = rig.replicas[0]
+    requests = [make_request(PROMPTS[k % 8], max_new_tokens=200) for k in range(MAX_RUNNING + 1)]
+    begun = [asyncio.Event() for _ in requests]
+
+    async def stream(request, event):
+        async for delta in engine.generate(request):
+            event.set()
+            reason = delta.finish_reason, delta.exported
+        return reason
+
+    streams = [asyncio.create_task(stream(*each)) for each in zip(requests, begun, strict=True)]
+    await asyncio.gather(*[event.wait() for event in begun[:MAX_RUNNING]])
+    for k, request in reversed(list(enumerate(requests))):
+        await engine.abort(request.request_id, tmp_path / f"kv-{k}")
+    ends = await asyncio.gather(*streams)
+    assert [reason for reason, _ in ends] == ["abort"] * len(requests)
+    assert [exported is not None for _, exported in ends] == [True] * MAX_RUNNING + [False]  # the last one waited
+    assert len(list(tmp_path.iterdir())) == MAX_RUNNING
