@@ -14,7 +14,8 @@ import annotated_types
 import yaml
 from pydantic.fields import FieldInfo
 
-from laminar.config.schema import ExperimentConfig, Section
+from laminar.config.schema import ExperimentConfig
+from laminar.config.section import Section
 
 Path = Sequence[str | int]  # keys and list indices from the root to a value
 

@@ -27,7 +27,8 @@ from laminar.config.describe import (
 )
 from laminar.config.overrides import apply_overrides
 from laminar.config.problems import raise_problems
-from laminar.config.schema import ExperimentConfig, Section
+from laminar.config.schema import ExperimentConfig
+from laminar.config.section import Section
 from laminar.config.yaml_file import EXPERIMENT, FileKind, read_yaml
 
 SHOWN_CHARACTERS = 80  # of a wrong value

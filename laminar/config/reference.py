@@ -7,7 +7,8 @@ import typing
 from collections.abc import Iterator
 
 from laminar.config.describe import default_text, expected_text, meaning, section_types, tag_of
-from laminar.config.schema import ExperimentConfig, Section
+from laminar.config.schema import ExperimentConfig
+from laminar.config.section import Section
 
 INTRODUCTION = """\
 # Configuration

@@ -1,20 +1,17 @@
 """The experiment config: every key that a YAML file may hold, with its type, range, default and meaning.
 
-Unknown keys are refused. `docs/configuration.md` is generated from this file, so the docstring under a field is its
-documentation. Checks that span sections or look at the machine are in `checks.py`.
+Unknown keys are refused. `docs/configuration.md` is generated from this file and `environment_schema.py`, so the docstring
+under a field is its documentation. Checks that span sections or look at the machine are in `checks.py`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are checked, docstrings become descriptions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+from laminar.config.environment_schema import EnvironmentConfig
+from laminar.config.section import Section
 
 
 class ModelConfig(Section):
@@ -309,6 +306,7 @@ class ExperimentConfig(Section):
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
     relay: RelayConfig = RelayConfig()
     trainer: TrainerConfig

@@ -4,7 +4,7 @@
   +-----------------+   +-------------+  +----------------------+        +-----------+
   | environment     |-->| prompt pool |->| rollout drivers      |<------>| rollout k |
   | manager         |   +-------------+  | (one per rollout)    | deltas +-----------+
-  | (rewards)       |                    +----------------------+              ^ pulls from
+  | (turns, rewards)|                    +----------------------+              ^ pulls from
   |                 |   +-----------------------+   |                          | shared memory
   |                 |<--| partial response pool |<--+ TrajectoryDeltas   +-----------+
   |                 |   +-----------------------+                        | relays    |
@@ -44,6 +44,7 @@ from laminar.controller.run_control import RunControl
 from laminar.controller.schedules.make_schedule import make_schedule
 from laminar.controller.step_metrics import StepMetrics
 from laminar.controller.trainer_driver import TrainerDriver
+from laminar.controller.turns import Turns
 from laminar.controller.worker_registry import Worker, WorkerRegistry
 from laminar.errors import RunFailed
 from laminar.observability.events import (
@@ -51,6 +52,7 @@ from laminar.observability.events import (
     GroupDropped,
     Notice,
     StepFinished,
+    TrajectoryFailed,
     TrajectoryFinished,
     TrajectoryStarted,
 )
@@ -111,7 +113,7 @@ class Controller:
             self.registry, events, config, on_scored=self._on_scored, restart=restart
         )
         self.buffer = ExperienceBuffer(events, config.buffer, steps=config.trainer.steps)
-        self.pool = PartialResponsePool(mixes_versions=schedule.interrupts)
+        self.pool = PartialResponsePool(mixes_versions=schedule.interrupts, multi_turn=config.environment.multi_turn)
         self.prompts = PromptPool(
             self.environments.fetch_prompts,
             events,
@@ -133,6 +135,7 @@ class Controller:
             self.control,
             config,
         )
+        self.turns = Turns(self.environments, self.pool, self.fleet, events, config)
         self.driver = RolloutDriver(self.rollouts, self.registry, events, limit_s=limit_s)
         self.repacker = Repacker(self.rollouts, self.driver, self.registry, events, config.repack, limit_s=limit_s)
         self.trainer = TrainerDriver(
@@ -161,6 +164,7 @@ class Controller:
         events.subscribe(lambda _: self.fleet.wake_all(), StepFinished, GroupDropped)
         events.subscribe(lambda event: self._remember(event.trajectory), TrajectoryStarted)
         events.subscribe(lambda event: self.environments.submit(event.trajectory), TrajectoryFinished)
+        events.subscribe(lambda event: self._on_failed(event.trajectory), TrajectoryFailed)
 
     async def run(
         self, launch: Callable[[], Awaitable[None]], services: Sequence[Callable[[], Awaitable[None]]] = ()
@@ -248,6 +252,17 @@ class Controller:
         if self.relays.must_publish_again:
             self.buffer.changed.set()
 
+    def _on_failed(self, trajectory: Trajectory) -> None:
+        """The environment failed on a member of a group for good."""
+        if self.config.environment.on_error == "fail":
+            raise RunFailed(
+                f"{trajectory.error}. Set environment.on_error: drop to leave such groups out and count them"
+            )
+        group = self.buffer.get(trajectory.group_id)
+        if group is not None:
+            self.events.emit(Notice(level="warning", text=f"dropped group {group.group_id}: {trajectory.error}"))
+            self.buffer.drop(group, trajectory.error or "")
+
     def _on_scored(self, trajectory: Trajectory) -> None:
         """A member of a group has its reward, or never will."""
         group = self.buffer.get(trajectory.group_id)
@@ -274,6 +289,7 @@ class Controller:
             "groups_in_progress": self.buffer.in_progress,
             "trajectories_in_progress": len(self.pool),
             "scores_pending": self.environments.pending_scores,
+            "turns_pending": self.turns.pending,
         }
 
     def _describe_wait(self) -> str:
@@ -284,7 +300,7 @@ class Controller:
         )
         return (
             f"{len(self.buffer)} groups ready, {self.buffer.in_progress} in progress, "
-            f"{self.environments.pending_scores} rewards pending, {len(self.prompts)} prompts at hand; {rollouts}"
+            f"{self.turns.pending} turns at the environment, {self.environments.pending_scores} rewards pending, {len(self.prompts)} prompts at hand; {rollouts}"
         )
 
 

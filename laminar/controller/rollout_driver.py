@@ -86,12 +86,16 @@ class RolloutDriver:
     async def stop(self, replica: Replica, go_on_at: str) -> None:
         """Stop all its trajectories; as their last deltas come in, they wait to go on at that rollout."""
         replica.stopping_for = go_on_at
+        for trajectory in self._manager.pool.in_environment(replica.name):
+            self._manager.pool.rehome(trajectory, go_on_at)
         await self._registry.send(replica.name, messages.AbortTrajectories(trajectory_ids=tuple(replica.in_flight)))
 
     def _waits_for(self, replica: Replica) -> str:
         if replica.in_flight:
             return "generating"
         manager = self._manager
+        if manager.pool.in_environment(replica.name):
+            return "environment"
         if manager.control.generation_paused:
             return "paused"
         if manager.schedule.synchronizes and manager.pool.held:

@@ -131,6 +131,8 @@ class RolloutFleet:
             for trajectory in (*replica.in_flight.values(), *self._pool.destined(replica.name)):
                 self.orphan(trajectory)
                 trajectories += 1
+            for trajectory in self._pool.in_environment(replica.name):
+                self._pool.rehome(trajectory, "")
             replica.in_flight.clear()
             self.serving[replica.policy_version] -= 1
             del self._by_relay[replica.relay.rank][replica.name]

@@ -141,6 +141,27 @@ class TokensAppended:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class TurnEnded:
+    """The policy has ended a turn; the environment is asked for its answer."""
+
+    trajectory: Trajectory
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TurnAnswered:
+    """The environment has answered a turn, which is the last of `trajectory.turns` now."""
+
+    trajectory: Trajectory
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrajectoryFailed:
+    """The environment failed on it: it will have no reward."""
+
+    trajectory: Trajectory
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class TrajectoryFinished:
     """All tokens are there."""
 

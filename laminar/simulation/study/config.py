@@ -13,7 +13,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from laminar.config.load import load_section
-from laminar.config.schema import BufferConfig, Section
+from laminar.config.schema import BufferConfig
+from laminar.config.section import Section
 from laminar.config.yaml_file import FileKind
 from laminar.simulation.models.hardware import CONSTANTS
 
