@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 
 from laminar.config.schema import ExperimentConfig
+from laminar.data.tokenize import load_tokenizer
+from laminar.environments.registry import stop_texts
 from laminar.errors import UserError
 from laminar.protocol import messages
 from laminar.weights.store import WeightStore
 from laminar.workers.rollout.delta_batch import DeltaBatch
 from laminar.workers.rollout.engine import EngineDelta, EngineSettings, GenerationRequest, RolloutEngine
 from laminar.workers.rollout.engines import choose_engine
+from laminar.workers.rollout.stop_texts import StopTexts
 from laminar.workers.rollout.stop_tokens import stop_token_ids
 from laminar.workers.worker import WorkerSession, run_worker
 
@@ -26,10 +30,17 @@ from laminar.workers.worker import WorkerSession, run_worker
 class RolloutWorker:
     """Joins one engine to the controller: requests in, batches of deltas out."""
 
-    def __init__(self, session: WorkerSession, engine: RolloutEngine, stop_tokens: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        session: WorkerSession,
+        engine: RolloutEngine,
+        stop_tokens: tuple[int, ...],
+        stop_texts: StopTexts | None = None,
+    ) -> None:
         self._session = session
         self._engine = engine
-        self._stop_tokens = stop_tokens
+        self._stop_tokens = stop_tokens if stop_texts is None else (*stop_tokens, *stop_texts.token_ids)
+        self._stop_texts = stop_texts
         self._sampling = session.config.rollout
         self._batch = DeltaBatch()
         self._due = asyncio.Event()  # something to send now
@@ -92,7 +103,7 @@ class RolloutWorker:
                 self._batch.add(assignment.trajectory_id, lease, start, _nothing(assignment.policy_version))
                 self._due.set()
                 return
-            async for delta in self._engine.generate(request):
+            async for delta in self._turn(request):
                 if delta.policy_version != assignment.policy_version:
                     raise RuntimeError(
                         f"trajectory {assignment.trajectory_id} belongs to version {assignment.policy_version}, the "
@@ -106,6 +117,32 @@ class RolloutWorker:
             self._aborted.discard(request_id)
             if self._leases.get(assignment.trajectory_id) == lease:
                 del self._leases[assignment.trajectory_id]
+
+    async def _turn(self, request: GenerationRequest) -> AsyncIterator[EngineDelta]:
+        """What the engine generates, up to the first stop text."""
+        deltas = self._engine.generate(request)
+        if self._stop_texts is None:
+            async for delta in deltas:
+                yield delta
+            return
+        watch, end = self._stop_texts.watch(request.token_ids), None
+        async for delta in deltas:
+            if end is not None:  # the engine makes a few tokens more before it stops
+                continue
+            kept = watch.tokens_to_keep(delta.token_ids)
+            if kept is None:
+                yield delta
+                continue
+            end = EngineDelta(
+                token_ids=delta.token_ids[:kept],
+                logprobs=delta.logprobs[:kept],
+                policy_version=delta.policy_version,
+                finish_reason="stop",
+            )
+            if delta.finish_reason is None:
+                await self._engine.abort(request.request_id)
+        if end is not None:  # only now: whoever hears of it may have weights loaded at once
+            yield end
 
     async def _send_forever(self) -> None:
         """Send what has been collected, twice a second or as soon as a trajectory has finished."""
@@ -183,7 +220,9 @@ async def serve(session: WorkerSession) -> None:
     try:
         await engine.start()
         await session.ready(f"{engine.name} engine: {reason}")
-        await RolloutWorker(session, engine, stop_token_ids(config.model.path)).run()
+        texts = stop_texts(config.environment)
+        stops = StopTexts(load_tokenizer(config.model.path), texts) if texts else None
+        await RolloutWorker(session, engine, stop_token_ids(config.model.path), stops).run()
     finally:
         await engine.close()
 
