@@ -73,7 +73,8 @@ class TrajectoryOrphaned:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrajectoryMoved:
-    """A trajectory in progress goes on: on another rollout, or on its own with newer weights (schedule `partial`)."""
+    """A trajectory in progress goes on: on another rollout, or on its own (with newer weights under the schedule `partial`, or after
+    the environment's answer)."""
 
     trajectory: Trajectory
     rollout: str
