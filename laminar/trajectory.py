@@ -2,12 +2,14 @@
 
 Invariants: a trajectory has one `policy_version` for all its tokens, fixed when its generation starts (under the schedule
 `partial` it goes on with newer ones, and `versions` says from which token); a lease number grows with every assignment to
-a rollout, so that what an earlier assignment still sends can be told apart and dropped.
+a rollout, so that what an earlier assignment still sends can be told apart and dropped; tokens are kept as they were
+generated, and `turns` says which of them an environment wrote.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,7 +24,8 @@ NO_LOGPROBS = np.empty(0, np.float32)
 MAX_PIECES = 32  # of a response, before they are joined
 SMALL_PIECE = 256  # tokens: on average shorter, pieces take more memory and time than one copy of them
 
-FINISH_REASONS = ("stop", "length", "abort")
+# "turns": environment.max_turns are used up; "error": the environment failed.
+FINISH_REASONS = ("stop", "length", "abort", "turns", "error")
 
 
 class TrajectoryState(enum.Enum):
@@ -32,6 +35,7 @@ class TrajectoryState(enum.Enum):
 
     QUEUED = "queued"
     GENERATING = "generating"
+    ENVIRONMENT = "environment"
     MIGRATING = "migrating"
     ORPHANED = "orphaned"
     FINISHED = "finished"
@@ -49,11 +53,15 @@ ALLOWED_TRANSITIONS: dict[TrajectoryState, frozenset[TrajectoryState]] = {
     TrajectoryState.GENERATING: frozenset(
         {
             TrajectoryState.FINISHED,
+            TrajectoryState.ENVIRONMENT,
             TrajectoryState.MIGRATING,
             TrajectoryState.ORPHANED,
             TrajectoryState.FAILED,
             TrajectoryState.EVICTED,
         }
+    ),
+    TrajectoryState.ENVIRONMENT: frozenset(
+        {TrajectoryState.FINISHED, TrajectoryState.MIGRATING, TrajectoryState.ORPHANED, TrajectoryState.EVICTED}
     ),
     TrajectoryState.MIGRATING: frozenset(
         {TrajectoryState.GENERATING, TrajectoryState.FINISHED, TrajectoryState.ORPHANED, TrajectoryState.EVICTED}
@@ -83,6 +91,17 @@ class Prompt:
     metadata: str  # JSON of the data set's own entry, handed to the reward as it is
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Turn:
+    """A turn that has ended, and what the environment answered; all numbers are of tokens of the response."""
+
+    start: int  # its first token
+    end: int  # behind the last token that the policy wrote
+    observation_end: int  # behind the observation; `end` where there is none
+    reward: float  # that the environment gave for it
+    seconds: float  # that the environment took
+
+
 @dataclass(kw_only=True, slots=True)
 class Trajectory:
     """One response to a prompt, from its first token to the step that trained on it."""
@@ -98,6 +117,7 @@ class Trajectory:
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)  # pieces of int32 [T]
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)  # pieces of float32 [T]
     num_tokens: int = 0  # T so far
+    turns: list[Turn] = field(default_factory=list)  # that an environment has answered, in order
     finish_reason: str | None = None
     reward: float | None = None
     error: str | None = None
@@ -131,6 +151,10 @@ class Trajectory:
         if len(self.token_ids) == MAX_PIECES:
             self._join()
 
+    def observe(self, token_ids: NDArray[np.int32]) -> None:
+        """Add what an environment wrote, int32 [D]: no logprobs, and not in the loss."""
+        self.append(token_ids, np.zeros(len(token_ids), np.float32))
+
     def complete(self) -> None:
         """No more tokens come: join them now if they are many small pieces, rather than thousands at once in a step."""
         if self.num_tokens < SMALL_PIECE * len(self.token_ids):
@@ -145,7 +169,34 @@ class Trajectory:
         self.token_ids.clear()
         self.logprobs.clear()
         self.versions.clear()
+        self.turns.clear()
         self.num_tokens = 0
+
+    @property
+    def turn_start(self) -> int:
+        """First token of the turn that is being generated."""
+        return self.turns[-1].observation_end if self.turns else 0
+
+    @property
+    def last_turn(self) -> tuple[int, int]:
+        """Tokens from, to (not included) of the last turn that the policy wrote."""
+        if self.turns and self.turn_start == self.num_tokens:
+            return self.turns[-1].start, self.turns[-1].end
+        return self.turn_start, self.num_tokens
+
+    @property
+    def environment_reward(self) -> float:
+        """What the environment gave for all turns."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def environment_s(self) -> float:
+        """Seconds that the environment took over all turns."""
+        return sum(turn.seconds for turn in self.turns)
+
+    def observations(self) -> Iterator[tuple[int, int]]:
+        """Tokens from, to (not included) of everything that an environment wrote."""
+        return ((turn.end, turn.observation_end) for turn in self.turns if turn.observation_end > turn.end)
 
     def response_token_ids(self) -> NDArray[np.int32]:
         """All generated token ids, int32 [T]."""

@@ -20,7 +20,7 @@ import shutil
 import string
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -124,13 +124,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Printable ASCII and newline, a token each; the questions' fixed phrases, a token each; `<eos>`, `<pad>`, `<unk>`."""
+def build_tokenizer(phrases: Sequence[str] = PHRASES) -> PreTrainedTokenizerFast:
+    """Printable ASCII and newline, a token each; the fixed phrases, a token each; `<eos>`, `<pad>`, `<unk>`."""
     characters = [*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n"]
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))  # no merges: characters stay alone
     backend.decoder = decoders.Fuse()
-    backend.add_tokens([AddedToken(phrase, normalized=False) for phrase in PHRASES])
+    backend.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<eos>",

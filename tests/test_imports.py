@@ -18,12 +18,13 @@ ALLOWED = {
     "config": {"errors", "weights"},
     "controller": {"protocol", "trajectory", "config", "observability", "errors"},
     "data": {"config", "errors"},
+    "environments": {"errors", "config", "data"},
     "observability": {"config", "protocol", "trajectory", "errors"},
     "protocol": {"errors"},
-    "rewards": {"errors", "config", "data"},
+    "rewards": {"errors", "config", "data", "environments"},
     "simulation": {"config", "controller", "errors", "launch", "observability", "protocol", "trajectory"},
     "weights": {"errors"},
-    "workers": {"config", "errors", "protocol", "weights", "algorithms", "data", "rewards"},
+    "workers": {"config", "errors", "protocol", "weights", "algorithms", "data", "rewards", "environments"},
 }
 
 

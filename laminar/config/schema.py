@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from laminar.config.algorithm_schema import AlgorithmConfig
+from laminar.config.environment_schema import EnvironmentConfig
 from laminar.config.optimizer_schema import OptimizerConfig
 from laminar.config.section import Section
 
@@ -283,6 +284,7 @@ class ExperimentConfig(Section):
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
     relay: RelayConfig = RelayConfig()
     trainer: TrainerConfig

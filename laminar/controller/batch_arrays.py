@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar.protocol.messages import TrainStep
-from laminar.trajectory import Group
+from laminar.trajectory import Group, Trajectory
 
 Number = TypeVar("Number", np.int32, np.float32)
 
@@ -26,6 +26,7 @@ class BatchArrays:
         self._token_ids = np.empty(0, np.int32)
         self._logprobs = np.empty(0, np.float32)
         self._loss_mask = np.empty(0, np.uint8)
+        self._masked: list[tuple[int, int]] = []  # ranges of it that are 0
 
     def message(
         self, groups: Sequence[Group], *, step: int, part: int, mini_batches: int, publish_version: int | None
@@ -39,6 +40,7 @@ class BatchArrays:
             self._token_ids = np.empty(total + total // 8, np.int32)
             self._logprobs = np.empty(total + total // 8, np.float32)
             self._loss_mask = np.ones(total + total // 8, np.uint8)
+            self._masked = []
         pieces = [piece for t in trajectories for piece in (t.prompt.token_ids, *t.token_ids)]
         return TrainStep(
             step=step,
@@ -50,10 +52,23 @@ class BatchArrays:
             prompt_lengths=np.array(prompt_lengths, np.int32),
             response_lengths=np.array(lengths, np.int32),
             token_ids=_joined(pieces, self._token_ids[:total]),
-            loss_mask=self._loss_mask[:responses],
+            loss_mask=self._mask(trajectories, responses),
             engine_logprobs=_joined([piece for t in trajectories for piece in t.logprobs], self._logprobs[:responses]),
             staleness=np.array([trajectory.staleness for trajectory in trajectories], np.int32),
         )
+
+    def _mask(self, trajectories: Sequence[Trajectory], responses: int) -> NDArray[np.uint8]:
+        """uint8 [responses]: 0 where an environment wrote the token."""
+        for start, end in self._masked:
+            self._loss_mask[start:end] = 1
+        self._masked = []
+        offset = 0
+        for trajectory in trajectories:
+            self._masked += [(offset + start, offset + end) for start, end in trajectory.observations()]
+            offset += trajectory.num_tokens
+        for start, end in self._masked:
+            self._loss_mask[start:end] = 0
+        return self._loss_mask[:responses]
 
 
 def _joined(pieces: list[NDArray[Number]], out: NDArray[Number]) -> NDArray[Number]:

@@ -4,7 +4,7 @@
   +-----------------+   +-------------+  +----------------------+        +-----------+
   | environment     |-->| prompt pool |->| rollout drivers      |<------>| rollout k |
   | manager         |   +-------------+  | (one per rollout)    | deltas +-----------+
-  | (rewards)       |                    +----------------------+              ^ pulls from
+  | (turns, rewards)|                    +----------------------+              ^ pulls from
   |                 |   +-----------------------+   |                          | shared memory
   |                 |<--| partial response pool |<--+ TrajectoryDeltas   +-----------+
   |                 |   +-----------------------+                        | relays    |
@@ -45,6 +45,7 @@ from laminar.controller.run_control import RunControl
 from laminar.controller.schedules.make_schedule import make_schedule
 from laminar.controller.step_metrics import StepMetrics
 from laminar.controller.trainer_driver import TrainerDriver
+from laminar.controller.turns import Turns
 from laminar.controller.worker_registry import Worker, WorkerRegistry
 from laminar.errors import RunFailed
 from laminar.observability.events import (
@@ -52,6 +53,7 @@ from laminar.observability.events import (
     GroupDropped,
     Notice,
     StepFinished,
+    TrajectoryFailed,
     TrajectoryFinished,
     TrajectoryStarted,
 )
@@ -113,7 +115,7 @@ class Controller:
         )
         sampling = DynamicSampling(config.algorithm.dynamic_sampling, groups_per_step=config.trainer.groups_per_step)
         self.buffer = ExperienceBuffer(events, config.buffer, sampling, steps=config.trainer.steps)
-        self.pool = PartialResponsePool(mixes_versions=schedule.interrupts)
+        self.pool = PartialResponsePool(mixes_versions=schedule.interrupts, multi_turn=config.environment.multi_turn)
         self.prompts = PromptPool(
             self.environments.fetch_prompts,
             events,
@@ -135,6 +137,7 @@ class Controller:
             self.control,
             config,
         )
+        self.turns = Turns(self.environments, self.pool, self.fleet, events, config)
         self.driver = RolloutDriver(self.rollouts, self.registry, events, limit_s=limit_s)
         self.repacker = Repacker(self.rollouts, self.driver, self.registry, events, config.repack, limit_s=limit_s)
         self.trainer = TrainerDriver(
@@ -163,6 +166,7 @@ class Controller:
         events.subscribe(lambda _: self.fleet.wake_all(), StepFinished, GroupDropped)
         events.subscribe(lambda event: self._remember(event.trajectory), TrajectoryStarted)
         events.subscribe(lambda event: self.environments.submit(event.trajectory), TrajectoryFinished)
+        events.subscribe(lambda event: self._on_failed(event.trajectory), TrajectoryFailed)
 
     async def run(
         self, launch: Callable[[], Awaitable[None]], services: Sequence[Callable[[], Awaitable[None]]] = ()
@@ -251,6 +255,17 @@ class Controller:
         if self.relays.must_publish_again:
             self.buffer.changed.set()
 
+    def _on_failed(self, trajectory: Trajectory) -> None:
+        """The environment failed on a member of a group for good."""
+        if self.config.environment.on_error == "fail":
+            raise RunFailed(
+                f"{trajectory.error}. Set environment.on_error: drop to leave such groups out and count them"
+            )
+        group = self.buffer.get(trajectory.group_id)
+        if group is not None:
+            self.events.emit(Notice(level="warning", text=f"dropped group {group.group_id}: {trajectory.error}"))
+            self.buffer.drop(group, trajectory.error or "")
+
     def _on_scored(self, trajectory: Trajectory) -> None:
         """A member of a group has its reward, or never will."""
         group = self.buffer.get(trajectory.group_id)
@@ -277,6 +292,7 @@ class Controller:
             "groups_in_progress": self.buffer.in_progress,
             "trajectories_in_progress": len(self.pool),
             "scores_pending": self.environments.pending_scores,
+            "turns_pending": self.turns.pending,
         }
 
     def _describe_wait(self) -> str:
@@ -287,7 +303,7 @@ class Controller:
         )
         return (
             f"{len(self.buffer)} groups ready, {self.buffer.in_progress} in progress, "
-            f"{self.environments.pending_scores} rewards pending, {len(self.prompts)} prompts at hand; {rollouts}"
+            f"{self.turns.pending} turns at the environment, {self.environments.pending_scores} rewards pending, {len(self.prompts)} prompts at hand; {rollouts}"
         )
 
 

@@ -1,6 +1,6 @@
-"""Calls of environment workers: prompts and rewards. One call at a time per worker, each with a limit.
+"""Calls of environment workers: prompts, turns and rewards. One call at a time per worker, each with a limit.
 
-  submit, fetch_prompts --> [ queue of calls ] --> idle workers --> answers, each handed to whoever made the call
+  submit, step, fetch_prompts --> [ queue of calls ] --> idle workers --> answers, each handed to whoever made the call
 
 Invariant: every finished trajectory leaves here once, with a reward or with a reason, unless its group was dropped
 meanwhile. A worker that dies or exceeds the limit is replaced; its call is made once more elsewhere if the worker died,
@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.worker_registry import Worker, WorkerRegistry
@@ -58,6 +60,7 @@ class EnvironmentManager:
         self._events = events
         self._reward_timeout_s = config.reward.timeout_s
         self._fetch_timeout_s = config.controller.start_timeout_s
+        self._step_timeout_s = config.environment.step_timeout_s
         self._on_scored = on_scored
         self._restart = restart
         self._calls: deque[_Call] = deque()
@@ -70,6 +73,7 @@ class EnvironmentManager:
         self.pending_scores = 0
         registry.handle(messages.TrajectoryScored, self._on_answer)
         registry.handle(messages.PromptsFetched, self._on_answer)
+        registry.handle(messages.EnvironmentStepped, self._on_answer)
         registry.on_lost("environment", self._on_lost)
 
     async def fetch_prompts(self, start: int, count: int) -> messages.PromptsFetched:
@@ -105,6 +109,7 @@ class EnvironmentManager:
         """Queue a finished trajectory for its reward."""
         self.pending_scores += 1
         prompt, trajectory_id = trajectory.prompt, trajectory.trajectory_id
+        turn_start, turn_end = trajectory.last_turn
         self._queue(
             _Call(
                 message=messages.ScoreTrajectory(
@@ -114,6 +119,8 @@ class EnvironmentManager:
                     answer=prompt.answer,
                     metadata=prompt.metadata,
                     token_ids=trajectory.response_token_ids(),
+                    turn_start=turn_start,
+                    turn_end=turn_end,
                 ),
                 answer=messages.TrajectoryScored,
                 matches=lambda scored: scored.trajectory_id == trajectory_id,
@@ -121,6 +128,36 @@ class EnvironmentManager:
                 attempts_left=SCORE_ATTEMPTS,
                 wanted=lambda: trajectory.state is TrajectoryState.FINISHED,
                 done=lambda answer, error: self._scored(trajectory, answer, error),
+            )
+        )
+
+    def step(
+        self,
+        trajectory: Trajectory,
+        done: Callable[[messages.EnvironmentStepped | None, RunFailed | None], None],
+    ) -> None:
+        """Queue a trajectory that has ended a turn for the environment's answer. The call is made once."""
+        prompt, trajectory_id, lease = trajectory.prompt, trajectory.trajectory_id, trajectory.lease
+        turns = [*((turn.start, turn.end) for turn in trajectory.turns), (trajectory.turn_start, trajectory.num_tokens)]
+        self._queue(
+            _Call(
+                message=messages.StepEnvironment(
+                    trajectory_id=trajectory_id,
+                    lease=lease,
+                    source=prompt.source,
+                    prompt_text=prompt.text,
+                    answer=prompt.answer,
+                    metadata=prompt.metadata,
+                    token_ids=trajectory.response_token_ids(),
+                    turn_starts=np.array([start for start, _ in turns], np.int32),
+                    turn_ends=np.array([end for _, end in turns], np.int32),
+                ),
+                answer=messages.EnvironmentStepped,
+                matches=lambda stepped: stepped.trajectory_id == trajectory_id and stepped.lease == lease,
+                limit_s=self._step_timeout_s,
+                attempts_left=1,
+                wanted=lambda: trajectory.state is TrajectoryState.ENVIRONMENT and trajectory.lease == lease,
+                done=done,
             )
         )
 
@@ -144,7 +181,8 @@ class EnvironmentManager:
 
     async def watch_forever(self) -> None:
         """Fail calls that have exceeded their limit; the worker hangs in the user's code and is replaced."""
-        interval = min(self._reward_timeout_s / 4, self._fetch_timeout_s / 4, LONGEST_WATCH_S)
+        shortest = min(self._reward_timeout_s, self._fetch_timeout_s, self._step_timeout_s)
+        interval = min(shortest / 4, LONGEST_WATCH_S)
         while True:
             await asyncio.sleep(interval)
             now = self._now()
@@ -229,7 +267,7 @@ class EnvironmentManager:
         elif not math.isfinite(answer.reward):
             trajectory.error = f"the reward of trajectory {trajectory.trajectory_id} is {answer.reward}"
         else:
-            trajectory.reward = answer.reward
+            trajectory.reward = answer.reward + trajectory.environment_reward
         trajectory.move_to(TrajectoryState.FAILED if trajectory.error else TrajectoryState.SCORED)
         if answer is not None and not trajectory.error:
             self._events.emit(TrajectoryScored(trajectory=trajectory, response_text=answer.response_text))

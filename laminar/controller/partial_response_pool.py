@@ -2,7 +2,8 @@
 
 Invariants: tokens are taken in only under the current lease, in order, each once, and from the version that the lease
 names; a trajectory is in the pool from its start until it has finished or was withdrawn; one that no rollout holds is
-either an orphan (any rollout of its version may go on with it) or destined for one rollout.
+either an orphan (any rollout of its version may go on with it), destined for one rollout, or in an environment's hands,
+from which it comes back to the rollout that had it, if that is still there.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ from laminar.trajectory import Trajectory, TrajectoryState
 class PartialResponsePool:
     """Leases trajectories to rollouts, takes in their deltas, and keeps those whose rollout is gone."""
 
-    def __init__(self, *, mixes_versions: bool = False) -> None:
-        """`mixes_versions`: a trajectory may go on with another version than it started with (schedule `partial`)."""
+    def __init__(self, *, mixes_versions: bool = False, multi_turn: bool = False) -> None:
+        """
+        Args:
+            mixes_versions: a trajectory may go on with another version than it started with (schedule `partial`).
+            multi_turn: an environment answers what ends with finish reason "stop".
+        """
         self.late_tokens = 0  # dropped: their lease was old, or they had been taken in already
         self.orphans: dict[str, Trajectory] = {}
         self._mixes_versions = mixes_versions
+        self._multi_turn = multi_turn
         self._trajectories: dict[str, Trajectory] = {}
         self._destined: dict[str, dict[str, Trajectory]] = {}  # by rollout
+        self._in_environment: dict[str, dict[str, Trajectory]] = {}  # by the rollout that they come back to
 
     def __len__(self) -> int:
         return len(self._trajectories)
@@ -35,7 +42,7 @@ class PartialResponsePool:
 
     @property
     def held(self) -> int:
-        """Trajectories that a rollout holds at the moment."""
+        """Trajectories that a rollout holds at the moment, or that an environment has and gives back to it."""
         return len(self._trajectories) - len(self.orphans) - sum(len(waiting) for waiting in self._destined.values())
 
     def get(self, trajectory_id: str) -> Trajectory | None:
@@ -63,7 +70,8 @@ class PartialResponsePool:
     def take_in(self, message: TrajectoryDeltas, now: float) -> list[Trajectory]:
         """Take in the deltas of one message; returns the trajectories that they ended, in the order of the message.
 
-        Each is FINISHED; or still GENERATING when its rollout stopped it (finish reason "abort").
+        Each is FINISHED; or still GENERATING when its rollout stopped it (finish reason "abort"); or it has ended a turn and is
+        in an environment's hands (ENVIRONMENT).
 
         Raises:
             RunFailed: the rollout generated with another version than it was leased for, left tokens out, or a logprob
@@ -102,7 +110,9 @@ class PartialResponsePool:
                 )
             trajectory.append(token_ids[begin:end], logprobs[begin:end])
             if finish_reason is not None:
-                if finish_reason != "abort":
+                if finish_reason == "stop" and self._multi_turn:
+                    self._end_turn(trajectory)
+                elif finish_reason != "abort":
                     self.finish(trajectory, finish_reason, now)
                 ended.append(trajectory)
         return ended
@@ -115,6 +125,20 @@ class PartialResponsePool:
         trajectory.move_to(TrajectoryState.FINISHED)
         self.withdraw(trajectory)
 
+    def _end_turn(self, trajectory: Trajectory) -> None:
+        trajectory.move_to(TrajectoryState.ENVIRONMENT)
+        self._in_environment.setdefault(trajectory.rollout or "", {})[trajectory.trajectory_id] = trajectory
+
+    def in_environment(self, rollout: str) -> list[Trajectory]:
+        """Trajectories that come back to this rollout from an environment."""
+        return list(self._in_environment.get(rollout, {}).values())
+
+    def rehome(self, trajectory: Trajectory, rollout: str) -> None:
+        """It comes back from the environment to this rollout instead; "": to none, as an orphan."""
+        self._undestine(trajectory)
+        trajectory.rollout = rollout or None
+        self._in_environment.setdefault(rollout, {})[trajectory.trajectory_id] = trajectory
+
     def orphan(self, trajectory: Trajectory) -> None:
         """Its rollout is gone: whoever serves its version may go on with it."""
         self._undestine(trajectory)
@@ -123,7 +147,8 @@ class PartialResponsePool:
         self.orphans[trajectory.trajectory_id] = trajectory
 
     def destine(self, trajectory: Trajectory, rollout: str) -> None:
-        """It was stopped to go on at this rollout."""
+        """It was stopped, or has come back from an environment, to go on at this rollout."""
+        self._undestine(trajectory)
         trajectory.move_to(TrajectoryState.MIGRATING)
         trajectory.rollout = rollout
         self._destined.setdefault(rollout, {})[trajectory.trajectory_id] = trajectory
@@ -168,11 +193,13 @@ class PartialResponsePool:
 
     def _undestine(self, trajectory: Trajectory) -> None:
         """Whatever its state: its group may have been dropped meanwhile."""
-        destined = self._destined.get(trajectory.rollout or "")
-        if destined is not None:
-            destined.pop(trajectory.trajectory_id, None)
-            if not destined:
-                del self._destined[trajectory.rollout or ""]
+        rollout = trajectory.rollout or ""
+        for by_rollout in (self._destined, self._in_environment):
+            waiting = by_rollout.get(rollout)
+            if waiting is not None:
+                waiting.pop(trajectory.trajectory_id, None)
+                if not waiting:
+                    del by_rollout[rollout]
 
 
 def _misfit(trajectory: Trajectory, start: int, policy_version: int) -> str:

@@ -111,6 +111,8 @@ class RolloutDriver:
             export_kv: their KV is to be imported there, rather than prefilled.
         """
         replica.stopping_for = go_on_at
+        for trajectory in self._manager.pool.in_environment(replica.name):
+            self._manager.pool.rehome(trajectory, go_on_at)
         message = messages.AbortTrajectories(trajectory_ids=tuple(replica.in_flight), export_kv=export_kv)
         await self._registry.send(replica.name, message)
 
@@ -120,6 +122,8 @@ class RolloutDriver:
         manager = self._manager
         if manager.fleet.is_suspect(replica):
             return "suspect"
+        if manager.pool.in_environment(replica.name):
+            return "environment"
         if manager.control.generation_paused:
             return "paused"
         if manager.schedule.synchronizes and manager.pool.held:

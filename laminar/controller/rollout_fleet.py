@@ -246,6 +246,8 @@ class RolloutFleet:
         trajectories = [*replica.in_flight.values(), *self._pool.destined(replica.name)]
         for trajectory in trajectories:
             self.orphan(trajectory)
+        for trajectory in self._pool.in_environment(replica.name):
+            self._pool.rehome(trajectory, "")
         replica.in_flight.clear()
         self.serving[replica.policy_version] -= 1
         del self._by_relay[replica.relay.rank][replica.name]
@@ -313,6 +315,8 @@ class RolloutFleet:
         replica.leaving = True
         for trajectory in self._pool.destined(name):
             self.orphan(trajectory)
+        for trajectory in self._pool.in_environment(name):
+            self._pool.rehome(trajectory, "")
         if moves_after_s is not None:
             asyncio.get_running_loop().call_later(moves_after_s, self._move_out, replica)
         self.wake_all()

@@ -31,6 +31,7 @@ from laminar.observability.events import (
     TrajectoryMoved,
     TrajectoryRestarted,
     TrajectoryStarted,
+    TurnEnded,
 )
 from laminar.protocol import messages
 from laminar.trajectory import Group, Prompt, Trajectory, TrajectoryState
@@ -92,7 +93,7 @@ class RolloutManager:
         own = replica.policy_version
         if self.schedule.interrupts:
             return max(own, replica.relay.stored_version)
-        if replica.receiving or self.pool.destined(replica.name):
+        if replica.receiving or self.pool.destined(replica.name) or self.pool.in_environment(replica.name):
             return own
         if self.pool.orphans:
             self._settle_orphans()
@@ -195,10 +196,14 @@ class RolloutManager:
             prompt_token_ids=trajectory.prompt.token_ids,
             token_ids=trajectory.response_token_ids(),
             max_new_tokens=self._max_response_tokens - trajectory.num_tokens,
-            # The same trajectory gets the same seed in every run of a config.
-            seed=zlib.crc32(f"{self._seed}/{trajectory.trajectory_id}".encode()) >> 1,
+            seed=self._seed_of(trajectory),
             kv=self.kv_exports.of(trajectory, replica.policy_version),
         )
+
+    def _seed_of(self, trajectory: Trajectory) -> int:
+        """The same trajectory gets the same seed in every run of a config; another for each turn, or all would draw alike."""
+        turn = f"/{len(trajectory.turns)}" if trajectory.turns else ""
+        return zlib.crc32(f"{self._seed}/{trajectory.trajectory_id}{turn}".encode()) >> 1
 
     # ------------------------------------------------------------ orphans
 
@@ -282,7 +287,7 @@ class RolloutManager:
         )
 
     def _ended(self, trajectory: Trajectory, replica: Replica) -> None:
-        """A rollout is through with a trajectory: it has finished, or was stopped to go on elsewhere."""
+        """A rollout is through with a trajectory: it has finished, has ended a turn, or was stopped to go on elsewhere."""
         if trajectory.state is TrajectoryState.GENERATING:
             if trajectory.num_tokens < self._max_response_tokens:
                 target = replica.stopping_for
@@ -293,7 +298,12 @@ class RolloutManager:
                 return
             self.pool.finish(trajectory, "length", self._now())
         self.kv_exports.over(trajectory.trajectory_id)
-        self._events.emit(TrajectoryFinished(trajectory=trajectory))
+        if trajectory.state is TrajectoryState.ENVIRONMENT:
+            if replica.stopping_for in self.replicas:
+                self.pool.rehome(trajectory, replica.stopping_for)
+            self._events.emit(TurnEnded(trajectory=trajectory))
+        else:
+            self._events.emit(TrajectoryFinished(trajectory=trajectory))
 
     def _withdraw(self, group: Group) -> None:
         """A group was dropped: stop its members that are still generated."""
@@ -303,8 +313,9 @@ class RolloutManager:
             self.pool.withdraw(trajectory)
             self.kv_exports.over(trajectory.trajectory_id)
             replica = self.replicas.get(trajectory.rollout or "")
-            if replica is not None and replica.in_flight.pop(trajectory.trajectory_id, None) is not None:
-                replica.to_abort.append(trajectory.trajectory_id)
+            if replica is not None:
+                if replica.in_flight.pop(trajectory.trajectory_id, None) is not None:
+                    replica.to_abort.append(trajectory.trajectory_id)
                 replica.wake.set()
         self._wake_if_drained()
 

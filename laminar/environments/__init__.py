@@ -1,1 +1,1 @@
-"""Multi-turn environments (tools, sandboxes) come here; environment workers will run them beside the rewards."""
+"""Multi-turn environments and the sandbox for code that a model wrote; environment workers run them beside the rewards."""

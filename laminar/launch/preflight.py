@@ -9,6 +9,7 @@ from laminar.config.checks import check_config, check_machine
 from laminar.config.load import load_config
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.schedules.make_schedule import make_schedule
+from laminar.environments.registry import check_environment
 from laminar.launch.check_data import check_source
 
 
@@ -23,4 +24,5 @@ def preflight(path: Path, overrides: Sequence[str]) -> ExperimentConfig:
     make_schedule(config)  # loads a buffer strategy of the user's own, too
     check_machine(config)
     check_source(config)
+    check_environment(config.environment)
     return config

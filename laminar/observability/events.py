@@ -73,7 +73,8 @@ class TrajectoryOrphaned:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrajectoryMoved:
-    """A trajectory in progress goes on: on another rollout, or on its own with newer weights (schedule `partial`)."""
+    """A trajectory in progress goes on: on another rollout, or on its own (with newer weights under the schedule `partial`, or after
+    the environment's answer)."""
 
     trajectory: Trajectory
     rollout: str
@@ -169,6 +170,27 @@ class TokensAppended:
     tokens: int
     late_tokens: int  # dropped: their lease was old
     kv_utilization: float
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TurnEnded:
+    """The policy has ended a turn; the environment is asked for its answer."""
+
+    trajectory: Trajectory
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TurnAnswered:
+    """The environment has answered a turn, which is the last of `trajectory.turns` now."""
+
+    trajectory: Trajectory
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrajectoryFailed:
+    """The environment failed on it: it will have no reward."""
+
+    trajectory: Trajectory
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -434,6 +434,36 @@ class PromptsFetched:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class StepEnvironment:
+    """The policy has ended a turn: let the environment answer it.
+
+    An environment worker that has not seen the turns before, or was lost since, goes through them first.
+    """
+
+    trajectory_id: str
+    lease: int  # under which the turn was generated; names the call
+    source: str
+    prompt_text: str
+    answer: str
+    metadata: str
+    token_ids: np.ndarray  # int32 [T], the response so far, observations included
+    turn_starts: np.ndarray  # int32 [K]: first token of each turn; the last is the one to answer
+    turn_ends: np.ndarray  # int32 [K]: behind its last token
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EnvironmentStepped:
+    """The environment's answer to a turn, or why there is none."""
+
+    trajectory_id: str
+    lease: int
+    token_ids: np.ndarray  # int32 [D], the observation; empty where `done`
+    reward: float
+    done: bool
+    error: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class ScoreTrajectory:
     """A finished trajectory to score."""
 
@@ -443,6 +473,8 @@ class ScoreTrajectory:
     answer: str
     metadata: str
     token_ids: np.ndarray  # int32 [T], the response
+    turn_start: int  # of its last turn, which is what is scored
+    turn_end: int
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -491,6 +523,8 @@ MESSAGE_TYPES: tuple[type, ...] = (
     CheckpointLoaded,
     FetchPrompts,
     PromptsFetched,
+    StepEnvironment,
     ScoreTrajectory,
+    EnvironmentStepped,
     TrajectoryScored,
 )

@@ -220,6 +220,7 @@ class SimulatedRun:
                 shelf=self.shelf,
                 arrays=self._arrays,
                 delta_interval_s=config.rollout.delta_interval_s,
+                multi_turn=config.environment.multi_turn,
             )
         if kind == "relay":
             return ModelledRelay(

@@ -6,6 +6,7 @@ that pass unnoticed and those by which a worker counts as lost.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ HEARTBEAT_S = 2.0
 WAVE_S = 20.0  # longer than the longest trajectory takes, its reward included
 SILENCE_LIMIT_S = 9.0
 SUSPECT_AFTER_S = 4.5
+TURNS = 0x7042  # stream of random numbers of what has to do with turns
 RUN_S = 35.0  # about what a run takes; faults strike within it
 
 
@@ -49,7 +51,32 @@ def draw_schedule(seed: int) -> FaultSchedule:
     """The fault schedule of a seed."""
     draw = _Draw(seed)
     config = _config(draw, seed)
-    return FaultSchedule(seed=seed, config=config, workload=_workload(draw, config), faults=_faults(draw, config))
+    workload, drawn = _workload(draw, config), _faults(draw, config)
+    return _with_turns(_Draw(seed, TURNS), FaultSchedule(seed=seed, config=config, workload=workload, faults=drawn))
+
+
+def _with_turns(draw: _Draw, schedule: FaultSchedule) -> FaultSchedule:
+    """Some of them have trajectories of several turns, and environments that fail."""
+    if not draw.chance(0.4):
+        return schedule
+    environment = {
+        "name": "python_tool",
+        "max_turns": draw.one_of(2, 4, 4, 8),
+        "step_timeout_s": draw.one_of(14.0, 20.0),
+        "retries": draw.one_of(0, 1, 2),
+        "on_error": draw.one_of("drop", "drop", "drop", "fail"),
+    }
+    config = schedule.config.model_dump(mode="json", exclude_defaults=True) | {"environment": environment}
+    workload = replace(schedule.workload, tool_calls=draw.integer(1, 4), tool_s=draw.one_of(0.05, 0.5, 2.0))
+    drawn = list(schedule.faults)
+    if draw.chance(0.5):
+        drawn.append(faults.BadTurn(at=_at(draw), how=draw.one_of("hang", "raise", "nan"), count=draw.integer(1, 3)))
+    return replace(
+        schedule,
+        config=ExperimentConfig.model_validate(config),
+        workload=workload,
+        faults=tuple(sorted(drawn, key=lambda fault: fault.at)),
+    )
 
 
 def _config(draw: _Draw, seed: int) -> ExperimentConfig:

@@ -85,6 +85,14 @@ class BadReward(Fault):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class BadTurn(Fault):
+    """The environment fails on the next turns: it never answers, raises, or its reward is NaN."""
+
+    how: Literal["hang", "raise", "nan"]
+    count: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class FailedCheckpoint(Fault):
     """The next checkpoints cannot be written (the disk is full)."""
 
@@ -150,7 +158,7 @@ FAULTS: dict[str, type[Fault]] = {
     kind.__name__: kind
     for kind in (
         *(Kill, Fail, Hang, Partition, SlowLink, Duplicates),
-        *(BadReward, FailedCheckpoint, Pause, Stop, RelayTierLost, HostLost),
+        *(BadReward, BadTurn, FailedCheckpoint, Pause, Stop, RelayTierLost, HostLost),
         *(Add, Remove, Drain, SpotNotice),
     )
 }

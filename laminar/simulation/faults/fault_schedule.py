@@ -26,6 +26,8 @@ class WorkloadFigures:
     response_tokens_p99: int
     latency_s: float  # of a message
     latency_jitter_s: float  # uniform, on top
+    tool_calls: int = 0  # of a trajectory, at most; each ends a turn
+    tool_s: float = 1.0  # median of what one takes
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

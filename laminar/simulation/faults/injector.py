@@ -45,6 +45,7 @@ class Injector:
         self._log = log
         self._waiting: list[faults.Fault] = []  # for their moment
         self._bad_rewards: list[faults.BadReward] = []  # one entry per reward that is still to fail
+        self._bad_turns: list[faults.BadTurn] = []
         self._bad_checkpoints = 0
         self._checkpoints: dict[tuple[int, int], str] = {}  # (life of the trainer, step) -> error
         self._run: SimulatedRun
@@ -82,6 +83,7 @@ class Injector:
     def _on_started(self, worker: ModelledWorker) -> None:
         if isinstance(worker, ModelledEnvironment):
             worker.fault = self._score_fault
+            worker.turn_fault = self._turn_fault
         elif isinstance(worker, ModelledTrainer):
             number = worker.life.number
             worker.checkpoint_error = lambda step: self._checkpoint_error(number, step)
@@ -100,6 +102,9 @@ class Injector:
         match fault:
             case faults.BadReward():
                 self._bad_rewards += [fault] * fault.count
+                self._struck(fault)
+            case faults.BadTurn():
+                self._bad_turns += [fault] * fault.count
                 self._struck(fault)
             case faults.FailedCheckpoint():
                 self._bad_checkpoints += fault.count
@@ -197,6 +202,13 @@ class Injector:
             return None
         how = self._bad_rewards.pop(0).how
         self._log.fault(self._loop.time(), f"reward of trajectory {trajectory_id}: {how}")
+        return REWARD_FAULTS[how]
+
+    def _turn_fault(self, trajectory_id: str) -> ScoreFault | None:
+        if not self._bad_turns:
+            return None
+        how = self._bad_turns.pop(0).how
+        self._log.fault(self._loop.time(), f"turn of trajectory {trajectory_id}: {how}")
         return REWARD_FAULTS[how]
 
     def _checkpoint_error(self, life: int, step: int) -> str:

@@ -14,14 +14,14 @@ from laminar.simulation.cluster import RunOptions, SimulatedRun
 from laminar.simulation.cluster_models import ClusterModels
 from laminar.simulation.faults.event_log import EventLog
 from laminar.simulation.faults.fault import kind_of
-from laminar.simulation.faults.fault_schedule import FaultSchedule
+from laminar.simulation.faults.fault_schedule import FaultSchedule, WorkloadFigures
 from laminar.simulation.faults.injector import Injector
 from laminar.simulation.faults.invariants.invariant import InvariantViolation
 from laminar.simulation.faults.invariants.monitor import Monitor
 from laminar.simulation.models.hardware import Constants, gpu
 from laminar.simulation.models.language_models import language_model
 from laminar.simulation.models.lengths import LogNormalLengths
-from laminar.simulation.models.workload import Workload
+from laminar.simulation.models.workload import ToolCalls, Workload
 from laminar.simulation.workers.environment_worker import RewardModel
 
 LIMIT_S = 5_000.0  # virtual seconds; ten times what the longest takes
@@ -50,6 +50,7 @@ SLOW = Constants(
     nic_bandwidth=1.5e10,  # half a second a broadcast
     storage_bandwidth=1e11,  # a second a checkpoint
 )
+TOOL_LIMIT_S = 8.0  # below the environment's own limit, with the latency of messages
 TRAINER_GPUS = 4  # the fewest that hold the model's training state
 
 
@@ -98,6 +99,18 @@ class _Clock:
         self.now = lambda: 0.0
 
 
+def _tools(figures: WorkloadFigures) -> ToolCalls | None:
+    if not figures.tool_calls:
+        return None
+    return ToolCalls(
+        minimum=0,
+        maximum=figures.tool_calls,
+        latency_median_s=figures.tool_s,
+        latency_p99_s=4 * figures.tool_s,
+        latency_limit_s=TOOL_LIMIT_S,
+    )
+
+
 def _simulated_run(schedule: FaultSchedule, before: object) -> SimulatedRun:
     figures, config = schedule.workload, schedule.config
     lengths = LogNormalLengths(
@@ -113,6 +126,7 @@ def _simulated_run(schedule: FaultSchedule, before: object) -> SimulatedRun:
         group_size=config.trainer.group_size,
         groups_per_step=config.trainer.groups_per_step,
         seed=figures.seed,
+        tools=_tools(figures),
     )
     latency = jittered_latency(figures.latency_s, figures.latency_jitter_s, random.Random(figures.seed))
     return SimulatedRun(

@@ -24,6 +24,7 @@ from laminar.observability.events import (
     TrajectoryMoved,
     TrajectoryOrphaned,
     TrajectoryStarted,
+    TurnEnded,
     WeightsBroadcast,
     WeightsPublished,
     WeightsPulled,
@@ -111,7 +112,7 @@ class RunRecorder:
         if cluster.warm_up_steps == 0:
             self._activity.start_timeline()
         events.subscribe(self._on_leased, TrajectoryStarted, TrajectoryMoved)
-        events.subscribe(self._on_released, TrajectoryFinished, TrajectoryOrphaned)
+        events.subscribe(self._on_released, TrajectoryFinished, TrajectoryOrphaned, TurnEnded)
         events.subscribe(self._on_repacked, RolloutsRepacked)
         events.subscribe(self._on_tokens, TokensAppended)
         events.subscribe(self._on_pulled, WeightsPulled)
@@ -188,7 +189,7 @@ class RunRecorder:
         trajectory = event.trajectory
         self._activity.held(trajectory.trajectory_id, trajectory.rollout or "")
 
-    def _on_released(self, event: TrajectoryFinished | TrajectoryOrphaned) -> None:
+    def _on_released(self, event: TrajectoryFinished | TrajectoryOrphaned | TurnEnded) -> None:
         self._activity.released(event.trajectory.trajectory_id)
 
     def _on_repacked(self, event: RolloutsRepacked) -> None:

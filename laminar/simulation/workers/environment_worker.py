@@ -1,4 +1,4 @@
-"""A modelled environment worker: prompts of a workload's lengths, and rewards after a latency.
+"""A modelled environment worker: prompts of a workload's lengths, answers to turns, and rewards after a latency.
 
 Invariant: prompts, rewards and latencies depend on the seed and on what is asked for, not on who answers or when.
 """
@@ -15,6 +15,7 @@ import numpy as np
 
 from laminar.protocol import messages
 from laminar.simulation.channels.network import SimulatedNetwork
+from laminar.simulation.models.turns import NOTHING, OBSERVATION
 from laminar.simulation.models.workload import Workload
 from laminar.simulation.workers.modelled_worker import Life, ModelledWorker
 
@@ -53,6 +54,7 @@ class ModelledEnvironment(ModelledWorker):
             prompts: after so many the data ends; None: never.
         """
         self.fault: Callable[[str], ScoreFault | None] | None = None  # asked before each score, by trajectory id
+        self.turn_fault: Callable[[str], ScoreFault | None] | None = None  # before each turn
         self._workload = workload
         self._rewards = rewards
         self._seed = seed
@@ -63,6 +65,8 @@ class ModelledEnvironment(ModelledWorker):
         """See `ModelledWorker`."""
         if isinstance(message, messages.ScoreTrajectory):
             self._score(message)
+        elif isinstance(message, messages.StepEnvironment):
+            self._step(message)
         elif isinstance(message, messages.FetchPrompts):
             self.after(self._rewards.fetch_s, self._fetch, message)
         else:
@@ -90,6 +94,23 @@ class ModelledEnvironment(ModelledWorker):
             answer="",
             metadata="{}",
         )
+
+    def _step(self, message: messages.StepEnvironment) -> None:
+        trajectory_id, turn = message.trajectory_id, len(message.turn_starts)
+        fault = self.turn_fault(trajectory_id) if self.turn_fault is not None else None
+        if fault == "hang":
+            return
+        calls = self._workload.pauses(int(message.prompt_text), int(trajectory_id.rpartition(".")[2]))
+        done = turn > len(calls)
+        answer = messages.EnvironmentStepped(
+            trajectory_id=trajectory_id,
+            lease=message.lease,
+            token_ids=NOTHING if done else OBSERVATION,
+            reward=math.nan if fault == "nan" else 0.0,
+            done=done,
+            error=f"the tool failed on trajectory {trajectory_id}" if fault == "error" else "",
+        )
+        self.after(self._rewards.latency_s if done else calls[turn - 1][1], self.send, answer)
 
     def _score(self, message: messages.ScoreTrajectory) -> None:
         rewards, trajectory_id = self._rewards, message.trajectory_id

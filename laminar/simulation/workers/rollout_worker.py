@@ -1,7 +1,8 @@
 """A modelled rollout: the messages of a real one, with a `RooflineEngine` inside that advances from event to event.
 
 Invariants: a finish is sent at once, with every token of the trajectory that had not been sent; tokens are sent once and in
-order; the ids of tokens are the version that made them, so that mixing shows.
+order; the ids of tokens are the version that made them, so that mixing shows. Where an environment is configured a tool call ends
+the turn and goes through the controller; else it is a pause inside the engine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 from laminar.protocol import messages
 from laminar.simulation.channels.network import SimulatedNetwork
 from laminar.simulation.models.engine_model import RooflineEngine
-from laminar.simulation.models.workload import Workload
+from laminar.simulation.models.turns import end_of_turn
+from laminar.simulation.models.workload import Pauses, Workload
 from laminar.simulation.workers.kv_shelf import KvShelf
 from laminar.simulation.workers.modelled_worker import Life, ModelledWorker
 from laminar.simulation.workers.token_arrays import TokenArrays
@@ -50,8 +52,13 @@ class ModelledRollout(ModelledWorker):
         shelf: KvShelf,
         arrays: TokenArrays,
         delta_interval_s: float,
+        multi_turn: bool = False,
     ) -> None:
-        """`workload`: lengths of the responses; a prompt's token ids are all its prompt_id (`ModelledEnvironment`)."""
+        """
+        Args:
+            workload: lengths of the responses; a prompt's token ids are all its prompt_id (`ModelledEnvironment`).
+            multi_turn: tool calls end turns.
+        """
         self.engine = engine
         self.policy_version = -1
         self.generated_tokens = 0
@@ -62,6 +69,7 @@ class ModelledRollout(ModelledWorker):
         self._shelf = shelf
         self._arrays = arrays
         self._delta_interval_s = delta_interval_s
+        self._multi_turn = multi_turn
         self._leased: dict[str, _Leased] = {}
         self._leases: dict[str, int] = {}  # newest lease of each trajectory that was stopped here: an older one is late
         self._timer: asyncio.TimerHandle | None = None  # the engine's next event
@@ -101,8 +109,13 @@ class ModelledRollout(ModelledWorker):
                 )
             prompt_id, member = int(assignment.prompt_token_ids[0]), int(trajectory_id.rpartition(".")[2])
             done = len(assignment.token_ids)
-            total = self._workload.response_tokens(prompt_id, member)
-            cut = self._workload.was_cut(prompt_id, member)
+            pauses: Pauses = ()
+            if self._multi_turn:
+                total, cut = end_of_turn(self._workload, prompt_id, member, done)
+            else:
+                total = self._workload.response_tokens(prompt_id, member)
+                cut = self._workload.was_cut(prompt_id, member)
+                pauses = self._workload.pauses(prompt_id, member)
             if total > done + assignment.max_new_tokens:
                 total, cut = done + assignment.max_new_tokens, True
             self._leased[trajectory_id] = _Leased(lease, done, "length" if cut else "stop")
@@ -118,7 +131,7 @@ class ModelledRollout(ModelledWorker):
                 prompt_tokens=len(assignment.prompt_token_ids),
                 remaining_tokens=total - done,
                 done_tokens=done,
-                pauses=self._workload.pauses(prompt_id, member),
+                pauses=pauses,
                 prefix_key=trajectory_id.rpartition(".")[0],
                 imports_kv=assignment.kv is not None and self._take_kv(assignment),
             )
@@ -202,7 +215,7 @@ class ModelledRollout(ModelledWorker):
         self._send(ended, [finish_reason or self._leased[id].finish_reason for id, _ in ended], exported)
         for id, _ in ended:
             del self._leased[id]
-        if finish_reason is None:
+        if finish_reason is None and not self._multi_turn:
             for id, _ in ended:
                 del self._leases[id]  # its id never comes back
 

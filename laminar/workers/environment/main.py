@@ -1,6 +1,6 @@
 """The environment worker: `python -m laminar.workers.environment.main --connect RUN_DIR --index I`.
 
-It makes prompts (source, template, tokenizer) and scores responses (the user's reward). Invariant: every question gets
+It makes prompts (source, template, tokenizer), answers turns (the environment) and scores responses (the user's reward). Invariant: every question gets
 exactly one answer; a reward that fails is an answer with an error, while data that cannot be read ends the worker.
 Time limits are the controller's business: it restarts a worker whose reward does not come back.
 """
@@ -8,53 +8,75 @@ Time limits are the controller's business: it restarts a worker whose reward doe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from laminar.config.schema import ExperimentConfig, ReasoningGymSource
 from laminar.data.metadata import decode_metadata, encode_metadata
+from laminar.data.observation import ObservationEncoder
 from laminar.data.open_source import open_source, total_prompts
 from laminar.data.source import PromptSource
 from laminar.data.tokenize import PromptEncoder, load_tokenizer
-from laminar.protocol.messages import FetchPrompts, PromptRecord, PromptsFetched, ScoreTrajectory, TrajectoryScored
+from laminar.environments.environment import EnvironmentPrompt
+from laminar.environments.registry import load_environment
+from laminar.protocol.messages import (
+    FetchPrompts,
+    PromptRecord,
+    PromptsFetched,
+    ScoreTrajectory,
+    StepEnvironment,
+    TrajectoryScored,
+)
 from laminar.rewards.registry import load_reward
 from laminar.rewards.reward import Reward, RewardInput
+from laminar.workers.environment.episodes import Episodes
 from laminar.workers.environment.user_code import UserCodeThread
+from laminar.workers.rollout.stop_tokens import stop_token_ids
 from laminar.workers.worker import WorkerSession, run_worker
+
+CLOSE_LIMIT_S = 5.0
 
 
 @dataclass(kw_only=True, slots=True)
 class Environment:
-    """Data, tokenizer and reward; used in the user-code thread only."""
+    """Data, tokenizer, environment and reward; used in the user-code thread only."""
 
     source: PromptSource
     total: int | None  # positions in the data order, None when it never ends
     encoder: PromptEncoder
     reward: Reward
+    episodes: Episodes | None  # None: trajectories have a single turn
 
-    def prompt(self, position: int) -> PromptRecord:
-        """The tokenized prompt at a position of the data order."""
-        entry = self.source.entry(position)
+    async def prompt(self, position: int) -> PromptRecord:
+        """The tokenized prompt at a position of the data order, with what the environment says to it at first."""
+        entry = shown = self.source.entry(position)
+        if self.episodes is not None:
+            prompt = EnvironmentPrompt(
+                text=entry.question, answer=entry.answer, metadata=entry.metadata, source=entry.source
+            )
+            first = await self.episodes.first_observation(prompt)
+            shown = replace(entry, question=entry.question + first)
         return PromptRecord(
             prompt_id=position,
             source=entry.source,
             text=entry.question,
-            token_ids=self.encoder.encode(entry),
+            token_ids=self.encoder.encode(shown),
             answer=entry.answer,
             metadata=encode_metadata(entry.metadata),
         )
 
     async def score(self, message: ScoreTrajectory) -> TrajectoryScored:
-        """Decode a response and ask the reward."""
-        response = self.encoder.decode(message.token_ids)
+        """Decode a response and ask the reward, about its last turn."""
+        last_turn = self.encoder.decode(message.token_ids[message.turn_start : message.turn_end])
         outcome = await self.reward.score(
             RewardInput(
                 trajectory_id=message.trajectory_id,
                 prompt=message.prompt_text,
-                response=response,
+                response=last_turn,
                 answer=message.answer,
                 metadata=decode_metadata(message.metadata),
                 source=message.source,
@@ -63,7 +85,7 @@ class Environment:
         return TrajectoryScored(
             trajectory_id=message.trajectory_id,
             reward=math.nan if outcome.error else outcome.reward,
-            response_text=response,
+            response_text=self.encoder.decode(message.token_ids),
             error=outcome.error,
         )
 
@@ -84,7 +106,46 @@ async def open_environment(session: WorkerSession, thread: UserCodeThread) -> En
     source = await thread.call(open_source, config)
     await session.progress(f"loading the reward {config.reward.function}")
     reward = await thread.call(load_reward, config)
-    return Environment(source=source, total=total_prompts(config, source), encoder=encoder, reward=reward)
+    return Environment(
+        source=source,
+        total=total_prompts(config, source),
+        encoder=encoder,
+        reward=reward,
+        episodes=await thread.call(load_episodes, config, tokenizer, reward),
+    )
+
+
+def load_episodes(config: ExperimentConfig, tokenizer: Any, reward: Reward) -> Episodes | None:
+    """What answers turns, where trajectories have several.
+
+    Raises:
+        UserError: the environment, or the chat template, is at fault.
+    """
+    if not config.environment.multi_turn:
+        return None
+
+    async def score(prompt: EnvironmentPrompt, response: str) -> float:
+        outcome = await reward.score(
+            RewardInput(
+                trajectory_id="under way",
+                prompt=prompt.text,
+                response=response,
+                answer=prompt.answer,
+                metadata=prompt.metadata,
+                source=prompt.source,
+            )
+        )
+        if outcome.error:
+            raise RuntimeError(outcome.error)
+        return outcome.reward
+
+    encoder = ObservationEncoder(
+        tokenizer,
+        chat=config.data.chat,
+        max_tokens=config.environment.max_observation_tokens,
+        stop_token_ids=stop_token_ids(config.model.path),
+    )
+    return Episodes(load_environment(config.environment, score), encoder)
 
 
 def describe_source(config: ExperimentConfig) -> str:
@@ -104,8 +165,14 @@ async def serve(session: WorkerSession) -> None:
         await session.ready(
             f"{'endless' if size is None else f'{size} prompts'} from {describe_source(session.config)}, "
             f"reward {environment.reward.name}"
+            + (f", environment {session.config.environment.name}" if environment.episodes is not None else "")
         )
-        await answer_messages(session, thread, environment)
+        try:
+            await answer_messages(session, thread, environment)
+        finally:
+            if environment.episodes is not None:
+                with contextlib.suppress(TimeoutError):  # the user's code; the process ends all the same
+                    await asyncio.wait_for(thread.run(environment.episodes.close()), CLOSE_LIMIT_S)
     finally:
         thread.stop()
 
@@ -121,9 +188,14 @@ async def answer_messages(session: WorkerSession, thread: UserCodeThread, enviro
         stop = message.start + message.count
         end = stop if environment.total is None else min(stop, environment.total)
         # One position at a time: rewards get their turn in between.
-        prompts = [await thread.call(environment.prompt, position) for position in range(message.start, end)]
+        prompts = [await thread.run(environment.prompt(position)) for position in range(message.start, end)]
         exhausted = environment.total is not None and stop >= environment.total
         await session.send(PromptsFetched(start=message.start, prompts=tuple(prompts), exhausted=exhausted))
+
+    async def step(message: StepEnvironment) -> None:
+        if environment.episodes is None:
+            raise RuntimeError(f"trajectory {message.trajectory_id} has a turn to answer, but there is no environment")
+        await session.send(await thread.run(environment.episodes.step(message)))
 
     async def score(message: ScoreTrajectory) -> None:
         await session.send(await thread.run(environment.score(message)))
@@ -133,6 +205,8 @@ async def answer_messages(session: WorkerSession, thread: UserCodeThread, enviro
             return tasks.create_task(fetch(message), name=f"prompts from {message.start}")
         if isinstance(message, ScoreTrajectory):
             return tasks.create_task(score(message), name=f"score {message.trajectory_id}")
+        if isinstance(message, StepEnvironment):
+            return tasks.create_task(step(message), name=f"turn of {message.trajectory_id}")
         raise RuntimeError(f"an environment worker has no answer to {type(message).__name__}")
 
     try:

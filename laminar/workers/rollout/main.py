@@ -13,12 +13,15 @@ import argparse
 import asyncio
 import contextlib
 import functools
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from laminar.config.schema import ExperimentConfig
+from laminar.data.tokenize import load_tokenizer
+from laminar.environments.registry import stop_texts
 from laminar.errors import UserError
 from laminar.protocol import messages
 from laminar.weights.store import WeightStore
@@ -28,6 +31,7 @@ from laminar.workers.rollout.engine import EngineDelta, EngineSettings, Generati
 from laminar.workers.rollout.engines import choose_engine
 from laminar.workers.rollout.kv_courier import KvCourier
 from laminar.workers.rollout.kv_folder import KvFolder
+from laminar.workers.rollout.stop_texts import StopTexts
 from laminar.workers.rollout.stop_tokens import stop_token_ids
 from laminar.workers.worker import WorkerSession, run_worker
 
@@ -42,13 +46,20 @@ class RolloutWorker:
         session: WorkerSession,
         engine: RolloutEngine,
         stop_tokens: tuple[int, ...],
+        *,
         courier: KvCourier | None = None,
+        stop_texts: StopTexts | None = None,
     ) -> None:
-        """`courier`: for the KV of trajectories that move; None: it does not move."""
+        """
+        Args:
+            courier: for the KV of trajectories that move; None: it does not move.
+            stop_texts: that end a turn, as stop tokens do; None: there are none.
+        """
         self._session = session
         self._courier = courier
         self._engine = engine
-        self._stop_tokens = stop_tokens
+        self._stop_tokens = stop_tokens if stop_texts is None else (*stop_tokens, *stop_texts.token_ids)
+        self._stop_texts = stop_texts
         self._sampling = session.config.rollout
         self._batch = DeltaBatch()
         self._due = asyncio.Event()  # something to send now
@@ -126,7 +137,7 @@ class RolloutWorker:
                 self._batch.add(assignment.trajectory_id, lease, start, _nothing(assignment.policy_version))
                 self._due.set()
                 return
-            async for delta in self._engine.generate(self._request(assignment, kv)):
+            async for delta in self._turn(self._request(assignment, kv)):
                 if delta.policy_version != assignment.policy_version:
                     raise RuntimeError(
                         f"trajectory {assignment.trajectory_id} belongs to version {assignment.policy_version}, the "
@@ -192,6 +203,33 @@ class RolloutWorker:
         if delta.exported is None or self._courier is None:
             return None
         return self._courier.exported(assignment.trajectory_id, assignment.lease, delta.policy_version, delta.exported)
+
+    async def _turn(self, request: GenerationRequest) -> AsyncIterator[EngineDelta]:
+        """What the engine generates, up to the first stop text."""
+        deltas = self._engine.generate(request)
+        if self._stop_texts is None:
+            async for delta in deltas:
+                yield delta
+            return
+        watch, end = self._stop_texts.watch(request.token_ids), None
+        async for delta in deltas:
+            if end is not None:  # the engine makes a few tokens more before it stops
+                continue
+            kept = watch.tokens_to_keep(delta.token_ids)
+            if kept is None:
+                yield delta
+                continue
+            end = EngineDelta(
+                token_ids=delta.token_ids[:kept],
+                logprobs=delta.logprobs[:kept],
+                policy_version=delta.policy_version,
+                finish_reason="stop",
+                imported=delta.imported,
+            )
+            if delta.finish_reason is None:
+                await self._engine.abort(request.request_id)
+        if end is not None:  # only now: whoever hears of it may have weights loaded at once
+            yield end
 
     async def _send_forever(self) -> None:
         """Send what has been collected, twice a second or as soon as a trajectory has finished."""
@@ -291,7 +329,10 @@ async def serve(session: WorkerSession, *, connect: Path) -> None:
             courier = KvCourier(session.name, folder, own_address(connect), welcome.hop_key)
             stack.push_async_callback(courier.close)
         await session.ready(f"{engine.name} engine: {reason}")
-        await RolloutWorker(session, engine, stop_token_ids(config.model.path), courier).run()
+        texts = stop_texts(config.environment)
+        stops = StopTexts(load_tokenizer(config.model.path), texts) if texts else None
+        tokens = stop_token_ids(config.model.path)
+        await RolloutWorker(session, engine, tokens, courier=courier, stop_texts=stops).run()
 
 
 def main() -> None:

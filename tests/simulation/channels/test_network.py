@@ -359,7 +359,14 @@ def test_the_codec_copies_and_refuses_what_is_no_message():
         controller, peer = Controller(network), Peer(network, "w")
         array = np.arange(3, dtype=np.int32)
         sent = messages.ScoreTrajectory(
-            trajectory_id="0.0", source="s", prompt_text="", answer="", metadata="{}", token_ids=array
+            trajectory_id="0.0",
+            source="s",
+            prompt_text="",
+            answer="",
+            metadata="{}",
+            token_ids=array,
+            turn_start=0,
+            turn_end=3,
         )
         await controller.send(b"w", sent)
         array[:] = 9

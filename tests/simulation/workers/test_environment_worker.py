@@ -32,6 +32,8 @@ def score(trajectory_id):
         answer="",
         metadata="{}",
         token_ids=np.zeros(3, np.int32),
+        turn_start=0,
+        turn_end=3,
     )
 
 

@@ -65,6 +65,8 @@ class Scorer:
             answer=prompt.answer if prompt else "",
             metadata=prompt.metadata if prompt else "{}",
             token_ids=np.asarray(ids, dtype=np.int32),
+            turn_start=0,
+            turn_end=len(ids),
         )
 
 

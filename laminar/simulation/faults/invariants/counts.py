@@ -10,7 +10,12 @@ from laminar.simulation.faults.invariants.invariant import Invariant, Observed
 from laminar.simulation.faults.invariants.once import EachPromptEndsOnce
 from laminar.trajectory import Group, TrajectoryState
 
-PENDING = (TrajectoryState.GENERATING, TrajectoryState.MIGRATING, TrajectoryState.ORPHANED)
+PENDING = (
+    TrajectoryState.GENERATING,
+    TrajectoryState.ENVIRONMENT,
+    TrajectoryState.MIGRATING,
+    TrajectoryState.ORPHANED,
+)
 
 
 class CountsAddUp(Invariant):
@@ -80,6 +85,11 @@ class CountsAddUp(Invariant):
         if in_progress != len(self.controller.pool):
             self.fail(
                 f"{len(self.controller.pool)} trajectories in the pool, {in_progress} of outstanding groups in progress"
+            )
+        with_environment = sum(t.state is TrajectoryState.ENVIRONMENT for t in self.controller.pool)
+        if self.controller.turns.pending < with_environment:
+            self.fail(
+                f"{with_environment} trajectories wait for the environment, {self.controller.turns.pending} turns pending"
             )
         pending = self.controller.environments.pending_scores
         if not finished <= pending <= finished + self._withdrawn:

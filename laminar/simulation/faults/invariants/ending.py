@@ -97,6 +97,9 @@ class EndsAsItShould(Invariant):
         if "Set reward.on_invalid" in message:
             bad = config.reward.on_invalid == "fail" and (self._any(faults.BadReward) or self._environment_struck())
             return "a bad reward, and reward.on_invalid: fail" if bad else ""
+        if "Set environment.on_error" in message:
+            bad = config.environment.on_error == "fail" and (self._any(faults.BadTurn) or self._environment_struck())
+            return "a turn without an answer, and environment.on_error: fail" if bad else ""
         if message.startswith("the final checkpoint could not be written"):
             failed = bool(self._checkpoint_error) and self._any(faults.FailedCheckpoint)
             return "a full disk at the final checkpoint" if failed else ""
@@ -171,15 +174,16 @@ class EndsAsItShould(Invariant):
         return any(orphan.versions and orphan.policy_version not in served for orphan in orphans)
 
     def _rewards_hang(self) -> bool:
-        """Rewards are pending, and those that hung have taken their workers at least half of the trainer's patience."""
-        config = self.run.config
-        hung = sum(
-            strike.fault.count
-            for strike in self._strikes
-            if isinstance(strike.fault, faults.BadReward) and strike.fault.how == "hang"
-        )
-        lost_s = hung * config.reward.timeout_s / config.reward.workers
-        return self.controller.environments.pending_scores > 0 and lost_s >= config.controller.step_timeout_s / 2
+        """Rewards or turns are pending, and those that hung have taken their workers at least half of the trainer's patience."""
+        config, lost_s = self.run.config, 0.0
+        for strike in self._strikes:
+            match strike.fault:
+                case faults.BadReward(how="hang", count=count):
+                    lost_s += count * config.reward.timeout_s / config.reward.workers
+                case faults.BadTurn(how="hang", count=count):
+                    lost_s += count * config.environment.step_timeout_s / config.reward.workers
+        pending = self.controller.environments.pending_scores + self.controller.turns.pending
+        return pending > 0 and lost_s >= config.controller.step_timeout_s / 2
 
     def _any(self, kind: type[faults.Fault]) -> bool:
         return any(isinstance(strike.fault, kind) for strike in self._strikes)

@@ -1,6 +1,6 @@
 """Leases fence late messages, and a trajectory in progress is in exactly one place.
 
-One place: in flight on one rollout, or an orphan, or destined for one rollout.
+One place: in flight on one rollout, or an orphan, or destined for one rollout, or in the environment's hands.
 """
 
 from __future__ import annotations
@@ -83,6 +83,13 @@ class OnePlace(Invariant):
                 if rollout not in replicas or trajectory.state is not TrajectoryState.MIGRATING:
                     self.fail(
                         f"trajectory {trajectory.trajectory_id}, {trajectory.state.value}, is destined for {rollout}"
+                    )
+        for rollout in pool._in_environment:
+            for trajectory in pool.in_environment(rollout):
+                holders.setdefault(trajectory.trajectory_id, []).append(f"comes back to {rollout}")
+                if (rollout and rollout not in replicas) or trajectory.state is not TrajectoryState.ENVIRONMENT:
+                    self.fail(
+                        f"trajectory {trajectory.trajectory_id}, {trajectory.state.value}, comes back to {rollout}"
                     )
         for trajectory_id, trajectory in pool.orphans.items():
             holders.setdefault(trajectory_id, []).append("orphans")

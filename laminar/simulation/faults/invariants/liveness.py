@@ -14,6 +14,7 @@ from laminar.observability.events import (
     TokensAppended,
     TrainerRestarted,
     TrajectoryScored,
+    TurnAnswered,
     WeightsPublished,
     WorkerReady,
 )
@@ -42,7 +43,7 @@ class SomethingGetsFurther(Invariant):
     def event_handlers(self) -> dict[type, Callable[[Any], None]]:
         """See `Invariant`."""
         kinds = (
-            *(TrajectoryScored, GroupCompleted, GroupDropped),
+            *(TurnAnswered, TrajectoryScored, GroupCompleted, GroupDropped),
             *(WorkerReady, *OF_THE_TRAINER),
         )
         return {TokensAppended: self._on_tokens, **dict.fromkeys(kinds, self._on_progress)}

@@ -80,10 +80,10 @@ class LossesHaveCauses(Invariant):
         """A reward that does not come back ends its environment worker; an outage may cost the same."""
         if not name.startswith("environment-"):
             return None
-        limit_s = self.run.config.reward.timeout_s
+        limit_s = min(self.run.config.reward.timeout_s, self.run.config.environment.step_timeout_s)
         for strike in self._strikes:
             match strike.fault:
-                case faults.BadReward(how="hang"):
+                case faults.BadReward(how="hang") | faults.BadTurn(how="hang"):
                     return strike
                 case faults.Hang() | faults.Partition() if strike.worker == name and strike.fault.seconds > limit_s - 2:
                     return strike

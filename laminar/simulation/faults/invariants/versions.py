@@ -1,6 +1,7 @@
 """No trajectory mixes versions (except under `partial`), none lacks a token or has one twice; versions only grow.
 
-A modelled rollout writes the version that made a token into its token id, and the workload says how long a response is.
+A modelled rollout writes the version that made a token into its token id, and the workload says how long a response is, and
+where its turns end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 from laminar.observability.events import StepFinished, StepStarted, TrajectoryFinished, WeightsPublished
 from laminar.simulation.faults.invariants.invariant import Invariant, Observed
+from laminar.simulation.models.turns import OBSERVATION_TOKEN, whole_response
 from laminar.trajectory import Trajectory
 
 
@@ -42,10 +44,12 @@ class OneVersionEachTokenOnce(Invariant):
             self.fail(f"{who} mixes versions: {versions}")
         token_ids = trajectory.response_token_ids()
         member = int(trajectory.trajectory_id.partition(".")[2])
-        expected = min(
-            self.run.workload.response_tokens(trajectory.prompt.prompt_id, member),
-            self.run.config.rollout.max_response_tokens,
-        )
+        expected, observations = self._expected(trajectory.prompt.prompt_id, member)
+        if list(trajectory.observations()) != observations:
+            self.fail(f"{who} has observations at {list(trajectory.observations())}; expected {observations}")
+        for start, end in observations:
+            if (token_ids[start:end] != OBSERVATION_TOKEN).any() or trajectory.response_logprobs()[start:end].any():
+                self.fail(f"{who}: tokens {start} to {end} are not what the environment wrote")
         if len(token_ids) != expected or trajectory.num_tokens != expected:
             self.fail(
                 f"{who} has {len(token_ids)} tokens (counted: {trajectory.num_tokens}); its response has {expected}"
@@ -54,11 +58,21 @@ class OneVersionEachTokenOnce(Invariant):
             self.fail(f"{who} has {expected} tokens and {len(trajectory.response_logprobs())} logprobs")
         ends = [start for _, start in versions[1:]] + [expected]
         for (version, start), end in zip(versions, ends, strict=True):
-            made_by = set(token_ids[start:end].tolist())
+            made_by = set(token_ids[start:end].tolist()) - {OBSERVATION_TOKEN}
             if made_by - {version}:
                 self.fail(
                     f"{who}: tokens {start} to {end} were made by versions {sorted(made_by)}, not by {version} alone"
                 )
+
+    def _expected(self, prompt_id: int, member: int) -> tuple[int, list[tuple[int, int]]]:
+        """Tokens of the response, and where its observations are."""
+        config, workload = self.run.config, self.run.workload
+        max_tokens = config.rollout.max_response_tokens
+        if not config.environment.multi_turn:
+            return min(workload.response_tokens(prompt_id, member), max_tokens), []
+        return whole_response(
+            workload, prompt_id, member, max_tokens=max_tokens, max_turns=config.environment.max_turns
+        )
 
 
 class VersionsGrow(Invariant):

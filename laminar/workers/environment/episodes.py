@@ -1,0 +1,177 @@
+"""The environments of trajectories that are under way: one each, kept between two turns, or led to where it stood.
+
+Invariant: an environment answers a turn only after it has seen exactly the turns before it. Used in the user-code thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from laminar.data.metadata import decode_metadata
+from laminar.data.observation import ObservationEncoder
+from laminar.environments.environment import Environment, EnvironmentPrompt, Step
+from laminar.environments.registry import MakeEnvironment
+from laminar.errors import UserError
+from laminar.protocol.messages import EnvironmentStepped, StepEnvironment
+
+log = logging.getLogger("laminar.environment")
+
+KEPT_EPISODES = 1024  # those of dropped groups, and of trajectories that went to another worker, are among them
+NO_TOKENS: NDArray[np.int32] = np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class _Episode:
+    environment: Environment
+    seen: int  # checksum of the tokens up to the end of the last turn that it has answered
+
+
+class Episodes:
+    """Answers `StepEnvironment`."""
+
+    def __init__(self, make: MakeEnvironment, encoder: ObservationEncoder) -> None:
+        self._make = make
+        self._encoder = encoder
+        self._kept: OrderedDict[str, _Episode] = OrderedDict()
+
+    async def first_observation(self, prompt: EnvironmentPrompt) -> str:
+        """What the environment says before the first turn; part of the prompt, so the same for a group."""
+        environment = self._make()
+        try:
+            return await _result(environment.reset(prompt)) or ""
+        finally:
+            await _result(environment.close())
+
+    async def step(self, message: StepEnvironment) -> EnvironmentStepped:
+        """Answer a turn. Never raises what an environment raises.
+
+        Raises:
+            UserError: the model's chat template has no place for the observation.
+        """
+        trajectory_id, turn = message.trajectory_id, len(message.turn_starts)
+        episode: _Episode | None = None
+        try:
+            episode = await self._episode(message)
+            step = await _answer(episode.environment, self._turn(message, turn - 1))
+            observation = NO_TOKENS if step.done else self._observation(message, step)
+            if step.done:
+                await self._close(episode)
+            else:
+                episode.seen = _checksum(message, turn)
+                await self._keep(trajectory_id, episode)
+        except BaseException as error:  # sys.exit() in user code must not end the thread
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            if isinstance(error, UserError):
+                raise
+            log.warning("trajectory %s: turn %d failed", trajectory_id, turn, exc_info=error)
+            if episode is not None:
+                await self._close(episode)
+            return _answered(message, error=f"{type(error).__name__}: {error}")
+        return _answered(message, token_ids=observation, reward=float(step.reward), done=step.done)
+
+    async def close(self) -> None:
+        """Let go of all."""
+        while self._kept:
+            await self._close(self._kept.popitem()[1])
+
+    async def _episode(self, message: StepEnvironment) -> _Episode:
+        """The environment of this trajectory, having seen all turns but the last."""
+        before = len(message.turn_starts) - 1
+        episode = self._kept.pop(message.trajectory_id, None)
+        if episode is not None and before and episode.seen == _checksum(message, before):
+            return episode
+        if episode is not None:
+            await self._close(episode)
+        episode = _Episode(self._make(), 0)
+        try:
+            await _result(episode.environment.reset(_prompt(message)))
+            for turn in range(before):
+                await _answer(episode.environment, self._turn(message, turn))
+        except BaseException:
+            await self._close(episode)
+            raise
+        return episode
+
+    def _turn(self, message: StepEnvironment, turn: int) -> str:
+        return self._encoder.decode(_tokens(message, turn))
+
+    def _observation(self, message: StepEnvironment, step: Step) -> NDArray[np.int32]:
+        turn = _tokens(message, len(message.turn_starts) - 1)
+        return self._encoder.encode(step.observation, as_message=step.as_message, turn=turn)
+
+    async def _keep(self, trajectory_id: str, episode: _Episode) -> None:
+        self._kept[trajectory_id] = episode
+        if len(self._kept) > KEPT_EPISODES:
+            await self._close(self._kept.popitem(last=False)[1])
+
+    async def _close(self, episode: _Episode) -> None:
+        try:
+            await _result(episode.environment.close())
+        except Exception as error:  # user code; the trajectory has its answer
+            log.warning("an environment could not be closed", exc_info=error)
+
+
+async def _result(value: Any) -> Any:
+    """Of a coroutine function or a plain one."""
+    return await value if inspect.isawaitable(value) else value
+
+
+async def _answer(environment: Environment, response: str) -> Step:
+    step = await _result(environment.step(response))
+    if not isinstance(step, Step):
+        raise TypeError(
+            f"step returned {step!r:.80} ({type(step).__name__}); expected laminar.environments.environment.Step"
+        )
+    if not isinstance(step.observation, str):
+        raise TypeError(
+            f"the observation is {step.observation!r:.80} ({type(step.observation).__name__}); expected text"
+        )
+    return step
+
+
+def _prompt(message: StepEnvironment) -> EnvironmentPrompt:
+    return EnvironmentPrompt(
+        text=message.prompt_text,
+        answer=message.answer,
+        metadata=decode_metadata(message.metadata),
+        source=message.source,
+    )
+
+
+def _tokens(message: StepEnvironment, turn: int) -> NDArray[np.int32]:
+    return message.token_ids[int(message.turn_starts[turn]) : int(message.turn_ends[turn])]
+
+
+def _checksum(message: StepEnvironment, turns: int) -> int:
+    """Of all tokens up to the end of so many turns."""
+    return zlib.crc32(message.token_ids[: int(message.turn_ends[turns - 1])].tobytes())
+
+
+def _answered(
+    message: StepEnvironment,
+    *,
+    token_ids: NDArray[np.int32] = NO_TOKENS,
+    reward: float = math.nan,
+    done: bool = False,
+    error: str = "",
+) -> EnvironmentStepped:
+    return EnvironmentStepped(
+        trajectory_id=message.trajectory_id,
+        lease=message.lease,
+        token_ids=token_ids,
+        reward=reward,
+        done=done,
+        error=error,
+    )
