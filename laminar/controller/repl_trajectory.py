@@ -9,7 +9,7 @@ from laminar.controller.recent_results import RecentResults
 from laminar.controller.repl_answer import Answer, rows_as_text
 from laminar.controller.run_view import RunView
 from laminar.observability.plain_text import Cell, fields, printable
-from laminar.trajectory import Trajectory
+from laminar.trajectory import Trajectory, Turn
 
 SHOWN_TRAJECTORIES = 20
 SHOWN_TOKENS = 24
@@ -62,11 +62,26 @@ def trajectory(view: RunView, recent: RecentResults, trajectory_id: str) -> Answ
     }
     pairs = [(name, printable(_value(value))) for name, value in data.items()]
     pairs.append(("token ids", f"{' '.join(map(str, token_ids))}{' ...' if entry.num_tokens > SHOWN_TOKENS else ''}"))
-    parts = [fields(pairs), f"prompt:\n{_excerpt(entry.prompt.text)}", f"answer:\n{_excerpt(entry.prompt.answer)}"]
+    parts = [fields(pairs)]
+    if entry.turns:
+        data["turns"] = turns = [_turn(number, turn) for number, turn in enumerate(entry.turns, start=1)]
+        parts.append(f"turns:\n{rows_as_text(turns)}")
+    parts += [f"prompt:\n{_excerpt(entry.prompt.text)}", f"answer:\n{_excerpt(entry.prompt.answer)}"]
     if text is not None:
         parts.append(f"response:\n{_excerpt(text)}")
     data |= {"token_ids": token_ids, "prompt": entry.prompt.text, "answer": entry.prompt.answer, "response": text}
     return Answer(text="\n\n".join(parts), data=data)
+
+
+def _turn(number: int, turn: Turn) -> dict[str, Cell]:
+    return {
+        "turn": number,
+        "first token": turn.start,
+        "tokens": turn.end - turn.start,
+        "observation": turn.observation_end - turn.end,
+        "reward": turn.reward,
+        "seconds": round(turn.seconds, 3),
+    }
 
 
 def _in_buffer(view: RunView, trajectory_id: str) -> Trajectory | None:

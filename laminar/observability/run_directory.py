@@ -158,7 +158,9 @@ def _trajectory_line(trajectory: Trajectory, *, step: int | None = None, dropped
         "step": step,
         "staleness": trajectory.staleness,
         "prompt_tokens": len(trajectory.prompt.token_ids),
-        "response_tokens": trajectory.num_tokens,
+        "response_tokens": trajectory.num_tokens,  # observations included
+        "turns": len(trajectory.turns),  # that an environment has answered
+        "environment_s": round(trajectory.environment_s, 6),
         "reward": trajectory.reward,
         "finish_reason": trajectory.finish_reason,
         "rollout": trajectory.rollout,

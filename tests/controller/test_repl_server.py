@@ -14,6 +14,7 @@ from laminar.controller.repl_commands import COMMANDS
 from laminar.controller.repl_server import MAX_LINE_BYTES, ReplServer
 from laminar.controller.run_view import RunView
 from laminar.observability.events import MetricsReported, Notice, TrajectoryScored
+from laminar.trajectory import Turn
 from tests.run_parts import HandView, a_metrics_line
 
 
@@ -214,6 +215,16 @@ async def test_trajectory(client, view):
     text = (await client.ask("trajectory 4.0"))["text"]
     assert "prompt:\nspell 4 backward" in text and "response:\n4\\x1b[2J" in text
     assert "token ids        7 8 9\n" in text and "reward           1.0\n" in text
+
+
+async def test_a_trajectory_of_several_turns_shows_them(client, view):
+    running = view.history["5.1"]
+    running.turns.append(Turn(start=0, end=5, observation_end=8, reward=0.25, seconds=1.23456))
+    answer = await client.ask("trajectory 5.1")
+    assert answer["data"]["turns"] == [
+        {"turn": 1, "first token": 0, "tokens": 5, "observation": 3, "reward": 0.25, "seconds": 1.235}
+    ]
+    assert "observation" in answer["text"]
 
 
 async def test_an_old_trajectory_that_is_still_in_the_buffer_is_found(client, view):

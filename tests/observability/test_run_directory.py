@@ -153,6 +153,8 @@ def test_events_become_lines(tmp_path):
         "staleness": 1,
         "prompt_tokens": 5,
         "response_tokens": 3,
+        "turns": 0,
+        "environment_s": 0.0,
         "reward": 1.0,
         "finish_reason": "stop",
         "rollout": "rollout-0",

@@ -20,6 +20,7 @@ HEARTBEAT_S = 2.0
 WAVE_S = 20.0  # longer than the longest trajectory takes, its reward included
 SILENCE_LIMIT_S = 9.0
 SUSPECT_AFTER_S = 4.5
+FULL_PIPELINE = 6  # steps' worth of groups that may be in progress, by max_staleness and outstanding_batches
 TURNS = 0x7042  # stream of random numbers of what has to do with turns
 RUN_S = 35.0  # about what a run takes; faults strike within it
 
@@ -67,7 +68,11 @@ def _with_turns(draw: _Draw, schedule: FaultSchedule) -> FaultSchedule:
         "on_error": draw.one_of("drop", "drop", "drop", "fail"),
     }
     config = schedule.config.model_dump(mode="json", exclude_defaults=True) | {"environment": environment}
-    workload = replace(schedule.workload, tool_calls=draw.integer(1, 4), tool_s=draw.one_of(0.05, 0.5, 2.0))
+    workload = replace(schedule.workload, tool_calls=draw.integer(1, 4), tool_s=draw.one_of(0.05, 0.3, 1.0))
+    # Calls of an environment worker come one after the other: enough for all of a full pipeline's, and for some that hang.
+    trainer, controller = schedule.config.trainer, config["controller"]
+    calls = FULL_PIPELINE * trainer.groups_per_step * trainer.group_size * workload.tool_calls
+    controller["step_timeout_s"] += 60.0 + 1.2 * calls * workload.tool_s / schedule.config.reward.workers
     drawn = list(schedule.faults)
     if draw.chance(0.5):
         drawn.append(faults.BadTurn(at=_at(draw), how=draw.one_of("hang", "raise", "nan"), count=draw.integer(1, 3)))

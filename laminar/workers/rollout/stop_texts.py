@@ -41,7 +41,7 @@ class StopTexts:
     def ends_in_last(self, token_ids: list[int]) -> bool:
         """Whether a stop text ends in the last of these tokens."""
         text = self.decode(token_ids)
-        before = len(self.decode(token_ids[:-1]))
+        before = len(self.decode(token_ids[:-1]).rstrip("\ufffd"))  # a character that the last token completes
         return any(text.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in self._texts)
 
     def decode(self, token_ids: list[int]) -> str:
