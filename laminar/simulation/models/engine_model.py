@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 
-from laminar.simulation.models.engine_batch import PAUSED, REMOVED, RUNNING, EngineBatch, Finished, Pauses, Resident
+from laminar.simulation.models.engine_batch import EngineBatch
 from laminar.simulation.models.engine_statistics import EngineStatistics
+from laminar.simulation.models.resident import PAUSED, REMOVED, RUNNING, Finished, Pauses, Resident
 
 __all__ = ["EngineStatistics", "Finished", "Pauses", "RooflineEngine"]
 

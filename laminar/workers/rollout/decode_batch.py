@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from laminar.errors import UserError
 from laminar.workers.rollout import token_sampling
 from laminar.workers.rollout.causal_model import CausalModel
+from laminar.workers.rollout.decode_row import Row
 from laminar.workers.rollout.engine import EngineLoad, EngineSettings, GenerationRequest, KvExported, KvImported
 from laminar.workers.rollout.kv_file import KvRefused
 from laminar.workers.rollout.move_costs import MoveCosts
@@ -33,35 +33,6 @@ log = logging.getLogger("laminar.rollout")
 
 PREFILL_TOKENS = 8192  # in one forward pass, padding included (a longer prompt goes alone)
 PREFILL_LOGITS = 1 << 26  # elements in one forward pass (256 MiB in float32)
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Row:
-    """One trajectory in the engine: waiting or running."""
-
-    request: GenerationRequest
-    stop_token_ids: frozenset[int]
-    token_ids: list[int] = field(default_factory=list)  # generated here
-    logprobs: list[float] = field(default_factory=list)  # one per token_ids
-    taken: int = 0  # of them
-    left: int  # tokens that may still be generated
-    finish_reason: str | None = None
-    exported: KvExported | None = None
-    imported: KvImported | None = None  # not yet taken
-
-    def context(self) -> NDArray[np.int32]:
-        """int32 [P + T], the tokens to start from."""
-        return np.concatenate([self.request.prompt_token_ids, self.request.token_ids])
-
-    def take(self) -> tuple[list[int], list[float]]:
-        """What was generated since the last call."""
-        since, self.taken = self.taken, len(self.token_ids)
-        return self.token_ids[since:], self.logprobs[since:]
-
-    def take_imported(self) -> KvImported | None:
-        """What became of the KV that came with it; once."""
-        imported, self.imported = self.imported, None
-        return imported
 
 
 class DecodeBatch:

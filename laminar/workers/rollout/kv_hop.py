@@ -1,8 +1,9 @@
 """Exported KV from one host to another: the exporter's door, and the importer that dials it.
 
 A TCP hop of the relays' (`workers/relay/tcp_hop.py`) carries one export once, under the epoch that its reference names: only
-who knows the run's key is let in. The exporter says the sizes of the files (LAYOUT), then their bytes in chunks with checksums
-(CHUNK, in order), until the importer says DONE. Invariant: a file that `fetch` has put in place is complete and undamaged.
+who knows the run's key is let in. The exporter says the sizes of the files (LAYOUT); the importer makes room and asks for them
+(WANT); the exporter sends their bytes in chunks with checksums (CHUNK, in order), and is told that all are there (DONE).
+Invariant: a file that `fetch` has put in place is complete and undamaged.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import select
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from laminar.workers.rollout.kv_folder import KvFolder
 
 CHUNK_BYTES = 4 << 20
 MAX_SHARDS = 64
+HANDED_OUT_AT_ONCE = 4
 LIMIT_S = 30.0  # for one export to go over; then it is prefilled
 
 log = logging.getLogger("laminar.rollout")
@@ -51,6 +54,8 @@ class KvDoor:
         self._folder = folder
         self._offers: dict[str, _Offer] = {}  # by name of the export
         self._handing_out: set[asyncio.Task[None]] = set()
+        # Threads of their own: where all wait that fetch, here and there, nobody would be left to hand out.
+        self._threads = ThreadPoolExecutor(HANDED_OUT_AT_ONCE, thread_name_prefix="hand-out")
         self._epoch = 0
         self.address = self._door.address(host)
         self._loop = asyncio.get_running_loop()
@@ -83,6 +88,7 @@ class KvDoor:
             task.cancel()
         if self._handing_out:
             await asyncio.wait(self._handing_out)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _look(self) -> None:
         self._door.advance()
@@ -95,7 +101,7 @@ class KvDoor:
 
     async def _hand_out(self, name: str, offer: _Offer) -> None:
         try:
-            await asyncio.to_thread(_send, offer)
+            await self._loop.run_in_executor(self._threads, _send, offer)
             self._folder.remove(name)
         except (HopError, OSError) as error:  # the importer prefills; the controller has the export dropped
             log.warning("%s was not handed out: %s", name, error)
@@ -104,10 +110,10 @@ class KvDoor:
 def _send(offer: _Offer) -> None:
     """Raises HopError or OSError."""
     until = time.monotonic() + LIMIT_S
-    mapped = [np.memmap(path, np.uint8, mode="r") for path in offer.files]
-    sizes = np.array([file.nbytes for file in mapped], np.int64).view(np.uint8)
-    chunks = [(file, start) for file in mapped for start in range(0, file.nbytes, CHUNK_BYTES)]
     with contextlib.closing(offer.hop) as hop:
+        mapped = [np.memmap(path, np.uint8, mode="r") for path in offer.files]
+        sizes = np.array([file.nbytes for file in mapped], np.int64).view(np.uint8)
+        chunks = [(file, start) for file in mapped for start in range(0, file.nbytes, CHUNK_BYTES)]
         version = offer.policy_version
         head = FrameHead(
             kind=FrameKind.LAYOUT,
@@ -117,6 +123,7 @@ def _send(offer: _Offer) -> None:
             index=len(chunks),
         )
         hop.send(head, sizes)
+        _expect(hop, FrameKind.WANT, until)
         for index, (file, start) in enumerate(chunks):
             payload = np.asarray(file[start : start + CHUNK_BYTES])
             head = FrameHead(
@@ -127,11 +134,7 @@ def _send(offer: _Offer) -> None:
                 index=index,
             )
             hop.send(head, payload)
-        frame = None
-        while frame is None:
-            frame = _receive(hop, until)
-        if frame[0].kind is not FrameKind.DONE:
-            raise HopError(f"{hop.peer} says {frame[0].kind.name} where DONE was expected")
+        _expect(hop, FrameKind.DONE, until)
 
 
 def fetch(reference: KvReference, hop_key: bytes, path: Path) -> None:
@@ -147,6 +150,8 @@ def fetch(reference: KvReference, hop_key: bytes, path: Path) -> None:
         hop = TcpHop.dial(reference.address, reference.epoch, hop_key, reference.exporter, receiver.place)
         stack.enter_context(contextlib.closing(hop))
         stack.push(receiver.discard)
+        receiver.make_room(*_receive(hop, until))
+        hop.send(FrameHead(kind=FrameKind.WANT, policy_version=reference.policy_version))
         while not receiver.complete:
             receiver.take(*_receive(hop, until))
         receiver.commit()
@@ -180,15 +185,17 @@ class _Receiver:
         return piece
 
     def take(self, head: FrameHead, payload: Bytes) -> None:
-        """A frame is here. Raises HopError if it is damaged."""
+        """A chunk is here. Raises HopError if it is damaged."""
         if checksum(payload) != head.checksum:
             raise HopError(f"chunk {head.index} came damaged")
-        if head.kind is FrameKind.CHUNK:
-            self._taken += 1
-            return
-        sizes = payload.view(np.int64).tolist()
+        self._taken += 1
+
+    def make_room(self, head: FrameHead, payload: Bytes) -> None:
+        """The sizes of the files are here. Raises OSError if there is no memory for them."""
+        if head.kind is not FrameKind.LAYOUT or checksum(payload) != head.checksum:
+            raise HopError(f"a frame {head.kind.name} where a sound LAYOUT was expected")
         pieces = []
-        for shard, nbytes in enumerate(sizes):
+        for shard, nbytes in enumerate(payload.view(np.int64).tolist()):
             file = HiddenKvFile(shard_path(self._path, shard), nbytes)
             self._files.append(file)
             memory = np.frombuffer(file.map, np.uint8)
@@ -206,6 +213,12 @@ class _Receiver:
         self._pieces = iter(())
         for file in self._files:
             file.__exit__(None, None, None)
+
+
+def _expect(hop: Hop, kind: FrameKind, until: float) -> None:
+    head, _ = _receive(hop, until)
+    if head.kind is not kind:
+        raise HopError(f"{hop.peer} says {head.kind.name} where {kind.name} was expected")
 
 
 def _receive(hop: Hop, until: float) -> tuple[FrameHead, Bytes]:
@@ -229,4 +242,4 @@ def _wait(hop: Hop, until: float) -> None:
 
 
 def _no_payload(head: FrameHead) -> Bytes:
-    raise HopError(f"a payload of {head.nbytes} bytes, where only DONE was expected")
+    raise HopError(f"a payload of {head.nbytes} bytes, where none was expected")

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from laminar.config.schema import ExperimentConfig
 from laminar.data.tokenize import load_tokenizer
 from laminar.environments.registry import stop_texts
 from laminar.errors import UserError
@@ -27,7 +26,8 @@ from laminar.protocol import messages
 from laminar.weights.store import WeightStore
 from laminar.workers.own_address import own_address
 from laminar.workers.rollout.delta_batch import DeltaBatch
-from laminar.workers.rollout.engine import EngineDelta, EngineSettings, GenerationRequest, KvImported, RolloutEngine
+from laminar.workers.rollout.engine import EngineDelta, GenerationRequest, KvImported, RolloutEngine
+from laminar.workers.rollout.engine_settings import engine_settings, moves_kv
 from laminar.workers.rollout.engines import choose_engine
 from laminar.workers.rollout.kv_courier import KvCourier
 from laminar.workers.rollout.kv_folder import KvFolder
@@ -137,7 +137,7 @@ class RolloutWorker:
                 self._batch.add(assignment.trajectory_id, lease, start, _nothing(assignment.policy_version))
                 self._due.set()
                 return
-            async for delta in self._turn(self._request(assignment, kv)):
+            async for delta in self._turn(assignment, self._request(assignment, kv)):
                 if delta.policy_version != assignment.policy_version:
                     raise RuntimeError(
                         f"trajectory {assignment.trajectory_id} belongs to version {assignment.policy_version}, the "
@@ -204,7 +204,9 @@ class RolloutWorker:
             return None
         return self._courier.exported(assignment.trajectory_id, assignment.lease, delta.policy_version, delta.exported)
 
-    async def _turn(self, request: GenerationRequest) -> AsyncIterator[EngineDelta]:
+    async def _turn(
+        self, assignment: messages.TrajectoryAssignment, request: GenerationRequest
+    ) -> AsyncIterator[EngineDelta]:
         """What the engine generates, up to the first stop text."""
         deltas = self._engine.generate(request)
         if self._stop_texts is None:
@@ -213,11 +215,13 @@ class RolloutWorker:
             return
         watch, end = self._stop_texts.watch(request.token_ids), None
         async for delta in deltas:
-            if end is not None:  # the engine makes a few tokens more before it stops
-                continue
-            kept = watch.tokens_to_keep(delta.token_ids)
-            if kept is None:
+            kept = watch.tokens_to_keep(delta.token_ids) if end is None else None
+            if end is None and kept is None:
                 yield delta
+                continue
+            if delta.exported is not None and self._courier is not None:  # nobody goes on with a turn that has ended
+                self._courier.drop(self._courier.export_path(assignment.trajectory_id, assignment.lease).name)
+            if end is not None:  # the engine makes a few tokens more before it stops
                 continue
             end = EngineDelta(
                 token_ids=delta.token_ids[:kept],
@@ -293,26 +297,6 @@ def _nothing(policy_version: int) -> EngineDelta:
 
 def _not_imported(error: str) -> KvImported:
     return KvImported(tokens=0, nbytes=0, seconds=0.0, error=error)
-
-
-def moves_kv(config: ExperimentConfig) -> bool:
-    """Whether trajectories move with their KV."""
-    return config.repack.enabled and config.repack.move_kv != "never"
-
-
-def engine_settings(config: ExperimentConfig, index: int) -> EngineSettings:
-    """What an engine needs to know of the experiment."""
-    return EngineSettings(
-        model_path=config.model.path,
-        dtype=config.model.dtype,
-        context_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-        max_running=config.rollout.max_running,
-        kv_cache_bytes=config.rollout.kv_cache_mib << 20,
-        tensor_parallel=config.rollout.degree(index),
-        threads=config.rollout.threads,
-        seed=config.seed * 1000 + index,
-        moves_kv=moves_kv(config),
-    )
 
 
 async def serve(session: WorkerSession, *, connect: Path) -> None:

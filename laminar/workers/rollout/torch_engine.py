@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from laminar.workers.rollout.admission import check_request, check_weights
-from laminar.workers.rollout.decode_batch import DecodeBatch, Row
+from laminar.workers.rollout.decode_batch import DecodeBatch
+from laminar.workers.rollout.decode_row import Row
 from laminar.workers.rollout.engine import (
     EngineDelta,
     EngineLoad,

@@ -15,7 +15,7 @@ import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,11 +24,10 @@ from laminar.workers.rollout.admission import check_request, check_weights
 from laminar.workers.rollout.engine import EngineDelta, EngineLoad, EngineSettings, GenerationRequest
 from laminar.workers.rollout.move_costs import MoveCosts
 from laminar.workers.rollout.vllm_kv_moves import VllmKvMoves
+from laminar.workers.rollout.vllm_request import delta_of, sampling
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.outputs import CompletionOutput
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from laminar.workers.rollout.model_manifest import Manifest
@@ -187,17 +186,17 @@ class VllmEngine:
         moves, ended = self._kv_moves, False
         try:
             parameters = await moves.parameters(request, policy_version) if moves else None
-            outputs = await engine.add_request(request_id, tokens_input(context), _sampling(request, parameters))
+            outputs = await engine.add_request(request_id, tokens_input(context), sampling(request, parameters))
             if request_id in self._aborted:
                 await engine.abort(request_id)
             while not ended:
                 output = outputs.get_nowait() or await outputs.get()
                 self._require_engine()
-                delta = _delta(output.outputs[0], policy_version)
+                delta = delta_of(output.outputs[0], policy_version)
                 ended = delta.finish_reason is not None
                 if moves:
                     imported = await moves.imported(request_id)
-                    exported = await moves.exported(request_id) if ended else None
+                    exported = await moves.exported(request_id) if delta.finish_reason == "abort" else None
                     delta = dataclasses.replace(delta, imported=imported, exported=exported)
                 if ended:  # before the last delta is out, so that its receiver may load weights at once
                     self._forget(request_id)
@@ -287,35 +286,3 @@ class VllmEngine:
         if self._engine is None:
             raise RuntimeError("the vLLM engine was not started, or was closed")
         return self._engine
-
-
-def _sampling(request: GenerationRequest, kv_parameters: dict[str, Any] | None) -> SamplingParams:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    return SamplingParams(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        max_tokens=request.max_new_tokens,
-        stop_token_ids=list(request.stop_token_ids),
-        seed=request.seed,
-        ignore_eos=True,  # only the request's own stop tokens stop
-        logprobs=0,  # the drawn token's
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        extra_args=None if kv_parameters is None else {"kv_transfer_params": kv_parameters},
-    )
-
-
-def _delta(output: CompletionOutput, policy_version: int) -> EngineDelta:
-    """vLLM's delta as ours. Raises RuntimeError if vLLM stamped another version on one of the stream's tokens."""
-    for span in output.weight_versions or ():
-        if span.version != str(policy_version):
-            raise RuntimeError(f"tokens {span} came from another version than {policy_version}")
-    logprobs: Any = output.logprobs
-    return EngineDelta(
-        token_ids=np.array(output.token_ids, np.int32),
-        logprobs=np.array(logprobs.logprobs if output.token_ids else [], np.float32),
-        policy_version=policy_version,
-        finish_reason=output.finish_reason,
-    )

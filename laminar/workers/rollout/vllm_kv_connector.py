@@ -43,7 +43,7 @@ log = logging.getLogger("laminar.rollout")
 
 @dataclass(kw_only=True, slots=True)
 class BlockExport:
-    """Blocks of a request that was aborted."""
+    """Blocks of a request that was aborted; none of one that has finished by itself, whose abort comes too late."""
 
     vllm_id: str
     request_id: str
@@ -139,19 +139,21 @@ class KvMoveConnector(KVConnectorBase_V1):
         params = request.kv_transfer_params or {}
         # A step that is under way may still write the last position.
         tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
-        if request.status != RequestStatus.FINISHED_ABORTED or not params:
+        if not params:
             return False, None
-        blocks = -(-max(tokens, 0) // self._block_tokens)
+        aborted = request.status == RequestStatus.FINISHED_ABORTED
+        tokens = max(tokens, 0) if aborted else 0
+        blocks = -(-tokens // self._block_tokens)
         self._next.exports.append(
             BlockExport(
                 vllm_id=request.request_id,
                 request_id=params["id"],
                 policy_version=params["policy_version"],
-                token_ids=list(request.all_token_ids[: max(tokens, 0)]),
+                token_ids=list(request.all_token_ids[:tokens]),
                 blocks=block_ids[:blocks],
             )
         )
-        return True, None
+        return tokens > 0, None
 
     # ------------------------------------------------------------ the worker's, called by vLLM
 
@@ -185,7 +187,8 @@ class KvMoveConnector(KVConnectorBase_V1):
         """Copy out the blocks of this step's exports; vLLM may free them all then."""
         done = set()
         for export in self._moves().exports:
-            done.add(export.vllm_id)
+            if export.token_ids:  # else its blocks were not kept
+                done.add(export.vllm_id)
             path = self._wanted.pop(export.request_id, None)
             if path is not None:
                 self._exported[export.request_id] = self._export(export, Path(path))
