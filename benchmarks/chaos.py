@@ -8,7 +8,7 @@ on until its data has ended, and its own files are counted: every prompt is trai
 of one version. A second run, undisturbed, has the reward to compare with. Recovery times count from the signal:
 
   rollout     all its trajectories have gone on elsewhere
-  relay       its loss is noticed and, if a version was under way, all other relays have it
+  relay       its loss is noticed and, if a version was under way, all other relays have it (killed ones only)
   trainer     all ranks stand at the newest checkpoint, and have published
   controller  it is back, and every worker with it
 
@@ -39,6 +39,10 @@ KINDS = ("rollout", "relay", "controller", "trainer")
 LIMIT_S = 600.0  # for the start, and for a recovery
 STOPPED_SHARE = 0.25
 LONGEST_REST_S = 1.5  # from all being well to the next signal
+BUSY_SHARE = (
+    0.7  # of the signals to rollouts come soon after they took weights: on few cores they are idle most of the time
+)
+LONGEST_BUSY_S = 0.5  # after that moment
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -135,6 +139,8 @@ async def _round(run: ChaosRun, chance: random.Random, kinds: tuple[str, ...], s
     number = signal.SIGSTOP if chance.random() < STOPPED_SHARE and kind != "controller" else signal.SIGKILL
     counts = {"rollout": scale.rollouts, "relay": scale.relays, "trainer": scale.ranks}
     worker = kind if kind == "controller" else f"{kind}-{chance.randrange(counts[kind])}"
+    if kind == "rollout" and chance.random() < BUSY_SHARE:
+        await _just_filled(run, worker, chance.uniform(0.0, LONGEST_BUSY_S))
     pid = run.controller_pid if kind == "controller" else run.pids[worker]
     under_way = _broadcast_under_way(run)
     if kind != "controller":
@@ -142,6 +148,8 @@ async def _round(run: ChaosRun, chance: random.Random, kinds: tuple[str, ...], s
     struck = run.strike(pid, number)
     noticed = await _noticed(run, kind, worker, pid, struck)
     recovered = await _recovered(run, kind, worker, struck, under_way)
+    if kind == "relay" and number == signal.SIGSTOP:
+        recovered = None  # the chain went on without it as soon as it did not answer, and was whole before it was lost
     if run.ended():
         return None
     begins = noticed if number == signal.SIGSTOP else struck
@@ -152,6 +160,14 @@ async def _round(run: ChaosRun, chance: random.Random, kinds: tuple[str, ...], s
         noticed_s=noticed - struck,
         recovered_s=None if recovered is None else max(0.0, recovered - begins),
     )
+
+
+async def _just_filled(run: ChaosRun, rollout: str, seconds: float) -> None:
+    """Until this rollout has taken weights, and so long after."""
+    since = time.perf_counter()
+    pulled = event_of("WeightsPulled", rollout=rollout)
+    await run.until(lambda: run.first(since, pulled) is not None, LIMIT_S, f"{rollout} to take weights")
+    await asyncio.sleep(seconds)
 
 
 async def _noticed(run: ChaosRun, kind: str, worker: str, pid: int, struck: float) -> float:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import chaos
 import chaos_accounts
 import pytest
 
+from tests.launch import live_run
 from tests.launch.live_run import write_config
 from tests.tiny_models import make_model
 
@@ -65,7 +67,8 @@ def test_a_trajectory_in_two_steps_and_one_of_two_versions_are_found(tmp_path):
 
 
 @pytest.mark.timeout(900)
-async def test_nothing_is_lost_when_processes_are_killed(tmp_path):
+async def test_nothing_is_lost_when_processes_are_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), str(Path(live_run.__file__).parent)]))
     rounds, steps = 6, 30
     make_model(tmp_path / "tiny", seed=0)
     config, _ = write_config(
@@ -74,7 +77,7 @@ async def test_nothing_is_lost_when_processes_are_killed(tmp_path):
         data__source={"type": "jsonl", "path": str(tmp_path / "data.jsonl"), "shuffle": False},
         data__epochs=1,
         rollout__max_response_tokens=40,
-        reward__function="tests.launch.varied_reward:reward",
+        reward__function="varied_reward:reward",
     )
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{k:05d}", "answer": "x"}) + "\n" for k in range(4 * steps)))

@@ -128,7 +128,7 @@ async def test_rollouts_started_by_hand_join_at_any_time_and_are_fenced_when_the
 
 DETERMINISTIC = {
     "schedule": {"name": "synchronous", "on_stale": "train"},
-    "reward__function": "tests.launch.varied_reward:reward",
+    "reward__function": "varied_reward:reward",
     "rollout__replicas": 1,
     "trainer__ranks": 2,
     "trainer__steps": 6,
