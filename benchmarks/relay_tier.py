@@ -77,6 +77,7 @@ class RelayTier:
             welcome=self._welcome,
             heartbeat_s=self.config.controller.heartbeat_s,
             silence_limit_s=self.config.controller.silence_limit_s,
+            start_limit_s=60.0,
         )
         self.manager = RelayManager(self.registry, events, self.config)
         self.keeper = RelayKeeper(self.registry, events, self.manager, self.config, restart=self._restart)

@@ -254,7 +254,7 @@ class ControllerConfig(Section):
     heartbeat_s: Annotated[float, Field(gt=0)] = 1.0
     """Interval of heartbeats in both directions, in seconds."""
     silence_limit_s: Annotated[float, Field(gt=0)] = 60.0
-    """A peer that has been silent for so long counts as lost, in seconds."""
+    """A peer that is ready and has been silent for so long counts as lost, in seconds; one that is starting, after `start_timeout_s`."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest wait for all workers to be ready, in seconds."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 1800.0

@@ -108,6 +108,7 @@ class Controller:
             welcome=self._welcome,
             heartbeat_s=config.controller.heartbeat_s,
             silence_limit_s=config.controller.silence_limit_s,
+            start_limit_s=config.controller.start_timeout_s,
             closed=closed,
         )
         self.environments = EnvironmentManager(

@@ -68,6 +68,7 @@ class WorkerRegistry:
         welcome: Callable[[WorkerKind, int], Welcome],
         heartbeat_s: float,
         silence_limit_s: float,
+        start_limit_s: float,
         closed: Callable[[Worker, str], str] = lambda worker, reason: reason,
     ) -> None:
         self.workers: dict[str, Worker] = {}
@@ -78,6 +79,9 @@ class WorkerRegistry:
         self._welcome = welcome
         self._heartbeat_s = heartbeat_s
         self._silence_limit_s = silence_limit_s
+        self._start_limit_s = max(
+            silence_limit_s, start_limit_s
+        )  # imports and compilers keep a starting worker from its loop
         self._closed = closed
         self._by_peer: dict[bytes, Worker] = {}
         self._handlers: dict[type, Handler] = {}
@@ -271,8 +275,9 @@ class WorkerRegistry:
             await self.send_all(Heartbeat())
             for worker in list(self.workers.values()):
                 silent = loop.time() - worker.last_heard
-                if silent > self._silence_limit_s:
-                    self.lost(worker.name, f"silent for {silent:.0f} s (controller.silence_limit_s)")
+                if silent > (self._silence_limit_s if worker.ready else self._start_limit_s):
+                    key = "silence_limit_s" if worker.ready else "start_timeout_s"
+                    self.lost(worker.name, f"silent for {silent:.0f} s (controller.{key})")
 
     def lost(self, name: str, reason: str) -> None:
         """A worker is gone: fail who waits for it, and end the run unless its kind is replaceable.

@@ -107,6 +107,8 @@ def _trainer(config: ExperimentConfig, run_dir: Path, common: dict[str, str]) ->
         name="torchrun",
         argv=(
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            # Without a place for logs torchrun makes a temporary folder, and leaves it there; each rank has its own log.
+            *("--log-dir", os.devnull),
             *("--nproc-per-node", str(config.trainer.ranks), "-m", "laminar.workers.trainer.main"),
             *("--connect", str(run_dir)),
         ),

@@ -20,5 +20,6 @@ else
     group=(--standalone)
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$python" -m torch.distributed.run "${group[@]}" --nproc-per-node "$2" \
+# Without a place for logs torchrun makes a temporary folder, and leaves it there; each rank has its own log.
+exec "$python" -m torch.distributed.run "${group[@]}" --log-dir /dev/null --nproc-per-node "$2" \
     -m laminar.workers.trainer.main --connect "$run_dir"

@@ -56,7 +56,7 @@ class LiveRun:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **environment},
+            env={**os.environ, "PYTHONPATH": f"{os.getcwd()}{os.pathsep}{Path(__file__).parent}", **environment},
         )
         return self
 

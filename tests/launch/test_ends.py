@@ -1,0 +1,83 @@
+"""However a run ends, nothing of it is left: no process, no port, no file in shared memory or among the temporary ones."""
+
+import shutil
+import signal
+import socket
+
+import pytest
+
+from tests.launch.live_run import LiveRun, write_config
+from tests.launch.test_train import nothing_left
+from tests.tiny_models import make_model
+
+SMALL = {"rollout__replicas": 1, "relay__count": 1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(path, seed=0)
+    return path
+
+
+@pytest.fixture
+async def start(tmp_path):
+    runs = []
+
+    async def start(model, **overrides):
+        (tmp_path / "tmp").mkdir()
+        config, name = write_config(tmp_path, model, **SMALL, **overrides)
+        run = await LiveRun(config, tmp_path / "run", name).start(TMPDIR=str(tmp_path / "tmp"))
+        runs.append(run)
+        return run
+
+    yield start
+    for run in runs:
+        await run.kill_what_is_left()
+
+
+def check_nothing_is_left(run, tmp_path, ports):
+    nothing_left(run)
+    assert [str(path) for path in (tmp_path / "tmp").rglob("*")] == []
+    for port in ports:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0, f"somebody listens on {port} still"
+
+
+async def test_after_all_steps(start, model, tmp_path):
+    run = await start(model, trainer__steps=3)
+    await run.line(r"^ *1/")
+    ports = run.listening()
+    assert len(ports) >= 2  # the controller's, a relay's
+    assert await run.end() == 0, run.output
+    check_nothing_is_left(run, tmp_path, ports)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_after_a_signal(start, model, tmp_path, number):
+    run = await start(model, trainer__steps=100000)
+    await run.line(r"^ *1/")
+    ports = run.listening()
+    run.process.send_signal(number)
+    assert await run.end() == 0, run.output
+    assert "as asked" in run.output
+    check_nothing_is_left(run, tmp_path, ports)
+
+
+async def test_after_a_failure_during_the_start(start, model, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    run = await start(broken)
+    assert await run.end() in (1, 2), run.output
+    check_nothing_is_left(run, tmp_path, ())
+
+
+async def test_after_a_failure_in_the_middle_of_a_step(start, model, tmp_path):
+    run = await start(model, trainer__steps=100000, reward__function="varied_reward:failing")
+    await run.line(r"rollout-0 is ready")
+    ports = run.listening()
+    assert await run.end() == 1, run.output
+    assert "out of the question" in run.output
+    check_nothing_is_left(run, tmp_path, ports)
