@@ -189,8 +189,8 @@ def test_a_relay_that_is_said_to_hold_too_much_is_noticed(monkeypatch):
 def test_a_count_that_is_off_is_noticed(monkeypatch):
     drop = ExperienceBuffer.drop
 
-    def miscounting(self, group, reason):
-        drop(self, group, reason)
+    def miscounting(self, group, reason, **options):
+        drop(self, group, reason, **options)
         self.admitted += 1
 
     monkeypatch.setattr(ExperienceBuffer, "drop", miscounting)
