@@ -154,6 +154,7 @@ def test_events_become_lines(tmp_path):
         "prompt_tokens": 5,
         "response_tokens": 3,
         "reward": 1.0,
+        "reward_parts": None,
         "finish_reason": "stop",
         "rollout": "rollout-0",
         "generation_s": 1.5,
