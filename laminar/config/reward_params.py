@@ -66,17 +66,8 @@ class RewardModelParams(Section):
     """CPU threads of a forward pass."""
 
 
-class OverlongPenaltyParams(Section):
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to `max_tokens - buffer_tokens`, from there linearly down to -1 at `max_tokens`."""
-
-    buffer_tokens: Annotated[int, Field(ge=1)]
-    """Width of the slope, in tokens."""
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
-    """Length that costs -1; `rollout.max_response_tokens` if not given."""
-
-
 class LengthPenaltyParams(Section):
-    """0 for a response of at most `free_tokens`, from there linearly down to -1 at `max_tokens`."""
+    """0 for a response of at most `free_tokens`, from there linearly down to -1 at `max_tokens`. (`algorithm.overlong` is DAPO's, for the last tokens before the limit.)"""
 
     free_tokens: Annotated[int, Field(ge=0)] = 0
     """Tokens that cost nothing."""
@@ -91,7 +82,6 @@ PARAMS: dict[str, type[Section]] = {
     "math_verify": MathVerifyParams,
     "regex": RegexParams,
     "reward_model": RewardModelParams,
-    "overlong_penalty": OverlongPenaltyParams,
     "length_penalty": LengthPenaltyParams,
 }
 

@@ -9,7 +9,6 @@ from laminar.config.data_schema import ReasoningGymSource
 from laminar.config.reward_params import (
     LengthPenaltyParams,
     MathVerifyParams,
-    OverlongPenaltyParams,
     RegexParams,
     RewardModelParams,
     read_params,
@@ -18,7 +17,7 @@ from laminar.config.reward_schema import RewardPart
 from laminar.config.schema import ExperimentConfig
 from laminar.errors import UserError
 from laminar.rewards.exact import exact_reward
-from laminar.rewards.length_penalties import LinearPenalty
+from laminar.rewards.length_penalty import LengthPenalty
 from laminar.rewards.numeric import numeric_reward
 from laminar.rewards.regex_reward import RegexReward
 from laminar.rewards.reward import RewardFunction
@@ -44,7 +43,6 @@ def load_built_in(config: ExperimentConfig, part: RewardPart, key: str) -> Rewar
         return numeric_reward
     if part.function == "reasoning_gym":
         return _reasoning_gym(config)
-    longest = config.rollout.max_response_tokens
     match read_params(part):
         case MathVerifyParams() as params:
             from laminar.rewards.math_verify_reward import MathVerifyReward
@@ -59,12 +57,11 @@ def load_built_in(config: ExperimentConfig, part: RewardPart, key: str) -> Rewar
             from laminar.rewards.reward_model import RewardModel
 
             return RewardModel(params, key=f"{key}.params")
-        case OverlongPenaltyParams() as params:
-            end = params.max_tokens or longest
-            return LinearPenalty(free=end - params.buffer_tokens, longest=end, key=f"{key}.params.buffer_tokens")
         case LengthPenaltyParams() as params:
-            return LinearPenalty(
-                free=params.free_tokens, longest=params.max_tokens or longest, key=f"{key}.params.free_tokens"
+            return LengthPenalty(
+                free=params.free_tokens,
+                longest=params.max_tokens or config.rollout.max_response_tokens,
+                key=f"{key}.params.free_tokens",
             )
     raise RuntimeError(f"no built-in reward {part.function}")
 

@@ -78,8 +78,8 @@ def test_the_valid_example_passes(config_file):
         ),
         (["reward.parts=[{function: exact, weight: 0}]"], "reward.parts.0.weight: 0; expected another number"),
         (
-            ["reward.parts=[{function: overlong_penalty}]"],
-            "reward.parts.0.params.buffer_tokens: missing; overlong_penalty",
+            ["reward.parts=[{function: regex}]"],
+            "reward.parts.0.params.pattern: missing; regex needs it",
         ),
         (["data.chat_template=x.jinja"], "data.chat_template: set, but data.chat is false"),
         (

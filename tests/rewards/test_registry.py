@@ -64,7 +64,6 @@ def test_built_ins() -> None:
     assert score("reasoning_gym", GYM, prompt="q", response=" 7\n", answer="7", source="chain_sum") == 1.0
     assert score("math_verify", response="so $\\frac{2}{4}$", answer="1/2") == 1.0
     assert score("regex", params={"pattern": "<a>.*</a>"}, response="<a>1\n2</a>") == 1.0
-    assert score("overlong_penalty", params={"buffer_tokens": 512}, num_tokens=1024 - 128) == -0.75
     assert score("length_penalty", params={"free_tokens": 10, "max_tokens": 30}, num_tokens=20) == -0.5
 
 
@@ -87,8 +86,8 @@ BAD_OPTIONS = [
     ("regex", {}, r"reward\.params\.pattern: missing; regex needs it: text"),
     ("regex", {"pattern": 3}, r"reward\.params\.pattern: 3; expected text"),
     ("regex", {"pattern": "("}, r"reward\.params\.pattern: not a regular expression: "),
-    ("overlong_penalty", {"buffer_tokens": 0}, r"reward\.params\.buffer_tokens: 0; expected integer, at least 1"),
-    ("overlong_penalty", {"buffer_tokens": 9, "max_tokens": 8}, r"reward\.params\.buffer_tokens: no room for a slope"),
+    ("length_penalty", {"max_tokens": 0}, r"reward\.params\.max_tokens: 0; expected integer, at least 1"),
+    ("length_penalty", {"free_tokens": 9, "max_tokens": 8}, r"reward\.params\.free_tokens: no room for a slope"),
 ]
 
 

@@ -1,18 +1,15 @@
-"""Penalties for long responses: parts of a weighted sum, from 0 down to -1."""
+"""The reward `length_penalty`: what a long response costs; a part of a weighted sum, from 0 down to -1."""
 
 from __future__ import annotations
 
 from laminar.errors import UserError
 
 
-class LinearPenalty:
-    """0 up to `free` tokens, -1 from `longest` on, linear between.
-
-    With free = longest - buffer it is DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
-    """
+class LengthPenalty:
+    """0 up to `free` tokens, -1 from `longest` on, linear between."""
 
     def __init__(self, *, free: int, longest: int, key: str) -> None:
-        """`key` names the options in the configuration.
+        """`key` names the option in the configuration.
 
         Raises:
             UserError: there is no slope between the two.
