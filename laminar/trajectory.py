@@ -120,6 +120,7 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)  # that an environment has answered, in order
     finish_reason: str | None = None
     reward: float | None = None
+    reward_parts: dict[str, float] | None = None  # before weighting, by name
     error: str | None = None
     started_at: float | None = None  # seconds on the controller's clock
     finished_at: float | None = None

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Iterator
 
 from laminar.config.describe import default_text, expected_text, meaning, section_types, tag_of
+from laminar.config.reward_params import PARAMS
 from laminar.config.schema import ExperimentConfig
 from laminar.config.section import Section
 
@@ -24,15 +25,25 @@ values out of range are refused before anything starts. A dash in the column Def
 
 def reference() -> str:
     """The whole page as Markdown."""
-    return "\n".join([INTRODUCTION, *tables(ExperimentConfig)])
+    return "\n".join([INTRODUCTION, *tables(ExperimentConfig), *_reward_params()])
+
+
+def _reward_params() -> Iterator[str]:
+    """The options of each built-in reward that has some."""
+    for function, section in PARAMS.items():
+        if section.model_fields:
+            yield _table(f"reward.params, reward.parts.N.params (`function: {function}`)", "", section)
 
 
 def tables(root: type[Section]) -> list[str]:
-    """A Markdown table for the top level, and one for every section below it."""
-    return [
-        _table("Top level", "", root),
-        *(_table(title, prefix, section) for title, prefix, section in _sections(root, "")),
-    ]
+    """A Markdown table for the top level, and one for every kind of section below it."""
+    found = [_table("Top level", "", root)]
+    seen: set[type[Section]] = set()
+    for title, prefix, section in _sections(root, ""):
+        if section not in seen:  # a source stands alone, or in a mixture
+            found.append(_table(title, prefix, section))
+        seen.add(section)
+    return found
 
 
 def _sections(parent: type[Section], prefix: str) -> Iterator[tuple[str, str, type[Section]]]:

@@ -11,8 +11,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from laminar.config.algorithm_schema import AlgorithmConfig
+from laminar.config.data_schema import DataConfig
 from laminar.config.environment_schema import EnvironmentConfig
 from laminar.config.optimizer_schema import OptimizerConfig
+from laminar.config.reward_schema import RewardConfig
 from laminar.config.section import Section
 
 
@@ -23,75 +25,6 @@ class ModelConfig(Section):
     """Folder of a Hugging Face causal language model with its tokenizer; relative to the working directory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the rollouts' weights and of the trainer's forward pass; the optimizer's state is float32."""
-
-
-class ReasoningGymComponent(Section):
-    """One reasoning-gym generator in a mixture."""
-
-    name: str
-    """Name of a reasoning-gym data set, for example `spell_backward`."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of the prompts, relative to the other components."""
-    params: dict[str, int | float | str | bool | list[int | float | str]] = {}
-    """Parameters of the generator, handed on as they are."""
-
-
-class ReasoningGymSource(Section):
-    """Prompts made by reasoning-gym generators; never exhausted unless `prompts` is set."""
-
-    type: Literal["reasoning_gym"]
-    datasets: Annotated[list[ReasoningGymComponent], Field(min_length=1)]
-    """The mixture."""
-    seed: int | None = None
-    """Seed of the generators; the experiment's seed if not given."""
-    prompts: Annotated[int | None, Field(ge=1)] = None
-    """Number of distinct prompts in an epoch; without it the generators never end."""
-
-
-class JsonlSource(Section):
-    """Prompts from a JSON Lines file."""
-
-    type: Literal["jsonl"]
-    path: str
-    """The file; each line an object with at least the prompt."""
-    prompt_field: str = "prompt"
-    """Key of the prompt's text."""
-    answer_field: str = "answer"
-    """Key of the expected answer; lines without it get an empty one."""
-    shuffle: bool = True
-    """Permute the lines anew for every epoch, from the experiment's seed."""
-
-
-class DataConfig(Section):
-    """Where prompts come from and how they become token ids."""
-
-    source: Annotated[ReasoningGymSource | JsonlSource, Field(discriminator="type")]
-    """`reasoning_gym` or `jsonl`."""
-    prompt_template: str = "{question}"
-    """`str.format` template over `question` (the prompt's text) and the entry's metadata fields."""
-    chat: bool = False
-    """Wrap the prompt as a user message by the tokenizer's chat template."""
-    system_prompt: str | None = None
-    """System message before it; needs `chat`."""
-    max_prompt_tokens: Annotated[int, Field(ge=1)] = 1024
-    """Longer prompts are rejected, counted and named in a warning; the run goes on."""
-    epochs: Annotated[int, Field(ge=1)] = 1
-    """Passes over a source that ends."""
-    last_batch: Literal["train", "drop"] = "train"
-    """What to do with the groups that do not fill a step when the data ends."""
-
-
-class RewardConfig(Section):
-    """How a finished trajectory is scored, in environment worker processes."""
-
-    function: str = "reasoning_gym"
-    """`reasoning_gym` (the generator's own score), `exact`, `numeric`, or a dotted path `package.module:function`."""
-    workers: Annotated[int, Field(ge=1, le=256)] = 1
-    """Environment worker processes."""
-    timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    """Longest time that scoring one trajectory may take, in seconds."""
-    on_invalid: Literal["fail", "drop"] = "fail"
-    """A reward that is not finite, or a reward function that raises: stop the run with the trajectory's id, or drop its group and count it."""
 
 
 Degree = Annotated[int, Field(ge=1, le=64)]

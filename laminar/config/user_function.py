@@ -13,6 +13,7 @@ import inspect
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from operator import attrgetter
@@ -22,6 +23,7 @@ from typing import Any
 from laminar.errors import UserError
 
 DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+MAX_MESSAGE = 300  # characters of an exception's message that are passed on
 
 
 def check_function(key: str, path: str) -> None:
@@ -73,8 +75,11 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Type and text of an error."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    """An exception's kind and message, and the line of code that raised it."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + '...'}{place}"
 
 
 def _find_module(key: str, path: str, module_name: str) -> ModuleSpec:

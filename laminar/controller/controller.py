@@ -62,6 +62,7 @@ from laminar.protocol.messages import Shutdown, Welcome, WorkerKind
 from laminar.trajectory import Trajectory, TrajectoryState
 
 HISTORY = 1_000  # trajectories that the REPL can still show after they have left
+INVALID_GROUPS = 8  # dropped in a row for want of a reward: it is not the samples that are at fault, but the reward
 
 
 class Controller:
@@ -97,6 +98,7 @@ class Controller:
         self.started_at = self.now()
         self.history: OrderedDict[str, Trajectory] = OrderedDict()
         self.control = RunControl()
+        self._invalid_in_a_row = 0  # groups
         self._hop_key = secrets.token_bytes(32)
         self._version_bytes = version_bytes
         schedule = make_schedule(config)
@@ -273,13 +275,21 @@ class Controller:
         if group is None:
             return
         if trajectory.error:
+            self._invalid_in_a_row += 1
             if self.config.reward.on_invalid == "fail":
                 raise RunFailed(
                     f"{trajectory.error}. Set reward.on_invalid: drop to leave such groups out and count them"
                 )
+            if self._invalid_in_a_row == INVALID_GROUPS:
+                raise RunFailed(
+                    f"{trajectory.error}. {INVALID_GROUPS} groups in a row had to be dropped, and no trajectory got a reward "
+                    "meanwhile"
+                )
             self.events.emit(Notice(level="warning", text=f"dropped group {group.group_id}: {trajectory.error}"))
             self.buffer.drop(group, trajectory.error)
-        elif all(member.state is TrajectoryState.SCORED for member in group.trajectories):
+            return
+        self._invalid_in_a_row = 0
+        if all(member.state is TrajectoryState.SCORED for member in group.trajectories):
             self.buffer.complete(group, published_version=self.trainer.policy_version)
 
     def _remember(self, trajectory: Trajectory) -> None:
@@ -294,6 +304,7 @@ class Controller:
             "trajectories_in_progress": len(self.pool),
             "scores_pending": self.environments.pending_scores,
             "turns_pending": self.turns.pending,
+            "rewards_invalid": self.environments.invalid_rewards,
         }
 
     def _describe_wait(self) -> str:

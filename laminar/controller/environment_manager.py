@@ -1,10 +1,12 @@
-"""Calls of environment workers: prompts, turns and rewards. One call at a time per worker, each with a limit.
+"""Calls of environment workers: prompts, turns and rewards. Several at a time per worker, each with a limit.
 
-  submit, step, fetch_prompts --> [ queue of calls ] --> idle workers --> answers, each handed to whoever made the call
+  submit, step, fetch_prompts --> [ queue of calls ] --> workers with a free slot --> answers, handed to whoever made the call
 
 Invariant: every finished trajectory leaves here once, with a reward or with a reason, unless its group was dropped
-meanwhile. A worker that dies or exceeds the limit is replaced; its call is made once more elsewhere if the worker died,
-and failed if the user's code hung. Nothing here is a task or a timer per call: there are thousands in a step.
+meanwhile. The worker itself keeps the reward's time limits; one that dies, or does not answer even so, is replaced, and its
+calls are made again elsewhere. Which of several it was that ended the worker nobody can know, so each of them is then a
+suspect, and runs alone: no trajectory pays for what another's did. Nothing here is a task or a timer per call: there are
+thousands in a step.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from laminar.trajectory import Trajectory, TrajectoryState
 SCORE_ATTEMPTS = 2  # the user's code may be what kills the worker
 FETCH_ATTEMPTS = 5
 LONGEST_WATCH_S = 1.0  # between two looks; so much later than its limit a call is failed at most
+ANSWER_SLACK_S = 5.0  # beyond the reward's own limit, which the worker keeps; then the worker is given up
 REPLACE_ATTEMPTS = 5  # in a row, for one worker
 
 
@@ -40,7 +43,16 @@ class _Call:
     attempts_left: int
     wanted: Callable[[], bool]
     done: Callable[[Any | None, RunFailed | None], None]  # the answer, or why there is none
-    deadline: float = 0.0  # on the controller's clock
+    given_at: float = 0.0  # on the controller's clock
+    suspect: bool = False  # was with others on a worker that ended: it runs alone
+
+
+@dataclass(kw_only=True, slots=True)
+class _Desk:
+    """What one worker is doing."""
+
+    calls: list[_Call] = field(default_factory=list)
+    answered_at: float = -math.inf  # when it answered last
 
 
 class EnvironmentManager:
@@ -58,19 +70,22 @@ class EnvironmentManager:
         """`on_scored` gets each trajectory with a reward, or with an error; `restart(name, reason)` replaces a worker."""
         self._registry = registry
         self._events = events
-        self._reward_timeout_s = config.reward.timeout_s
+        self._score_limit_s = score_limit_s(config)
         self._fetch_timeout_s = config.controller.start_timeout_s
         self._step_timeout_s = config.environment.step_timeout_s
+        self._slots = config.reward.calls_per_worker
         self._on_scored = on_scored
         self._restart = restart
         self._calls: deque[_Call] = deque()
-        self._idle: deque[str] = deque()
-        self._busy: dict[str, _Call] = {}
+        self._suspects: deque[_Call] = deque()
+        self._desks: dict[str, _Desk] = {}  # workers that can take calls, or have some
+        self._free: deque[str] = deque()  # a worker's name for each of its free slots
         self._replacing: dict[str, None] = {}
         self._replacements: asyncio.TaskGroup | None = None  # there once the run has begun
         self._due = asyncio.Event()
         self._now = asyncio.get_running_loop().time
         self.pending_scores = 0
+        self.invalid_rewards = 0  # trajectories that got none
         registry.handle(messages.TrajectoryScored, self._on_answer)
         registry.handle(messages.PromptsFetched, self._on_answer)
         registry.handle(messages.EnvironmentStepped, self._on_answer)
@@ -124,7 +139,7 @@ class EnvironmentManager:
                 ),
                 answer=messages.TrajectoryScored,
                 matches=lambda scored: scored.trajectory_id == trajectory_id,
-                limit_s=self._reward_timeout_s,
+                limit_s=self._score_limit_s,
                 attempts_left=SCORE_ATTEMPTS,
                 wanted=lambda: trajectory.state is TrajectoryState.FINISHED,
                 done=lambda answer, error: self._scored(trajectory, answer, error),
@@ -162,55 +177,96 @@ class EnvironmentManager:
         )
 
     async def serve_forever(self) -> None:
-        """Give queued calls to idle workers, and replace workers that are lost.
+        """Give queued calls to workers with a free slot, and replace workers that are lost.
 
-        Consumes the queue of calls, waits for workers to be idle, unblocks whoever made a call.
+        Consumes the queue of calls, waits for free slots, unblocks whoever made a call.
         """
-        self._idle.extend(self._registry.names("environment"))
+        for name in self._registry.names("environment"):
+            self._desks[name] = _Desk()
+        for _ in range(self._slots):  # in turn, so that calls spread over the workers
+            self._free.extend(self._desks)
         async with asyncio.TaskGroup() as replacements:
             self._replacements = replacements
             while True:
                 await self._due.wait()
                 self._due.clear()
-                while self._calls and self._idle:
-                    call = self._calls.popleft()
-                    if call.wanted():
-                        await self._give(call, self._idle.popleft())
-                    else:
-                        call.done(None, None)
+                while (given := self._next()) is not None:
+                    await self._give(*given)
+
+    def _next(self) -> tuple[_Call, str] | None:
+        """The call to give now, and to whom. A suspect waits for a worker that has nothing else; while there are any, one
+        worker gets no other calls, so that it will be free.
+        """
+        for queue in (self._suspects, self._calls):
+            while queue and not queue[0].wanted():
+                queue.popleft().done(None, None)
+        reserved = ""
+        if self._suspects and self._desks:
+            reserved = min(self._desks, key=lambda name: len(self._desks[name].calls))
+            if not self._desks[reserved].calls:
+                return self._suspects.popleft(), reserved
+        for _ in range(len(self._free) if self._calls else 0):
+            name = self._free.popleft()
+            if name == reserved or any(call.suspect for call in self._desks[name].calls):
+                self._free.append(name)
+                continue
+            self._free.appendleft(name)
+            return self._calls.popleft(), name
+        return None
 
     async def watch_forever(self) -> None:
-        """Fail calls that have exceeded their limit; the worker hangs in the user's code and is replaced."""
-        shortest = min(self._reward_timeout_s, self._fetch_timeout_s, self._step_timeout_s)
+        """Give up workers that have not answered a call within its limit."""
+        shortest = min(self._score_limit_s, self._fetch_timeout_s, self._step_timeout_s)
         interval = min(shortest / 4, LONGEST_WATCH_S)
         while True:
             await asyncio.sleep(interval)
             now = self._now()
-            for name, call in list(self._busy.items()):
-                if now >= call.deadline:
-                    del self._busy[name]
-                    error = RunFailed(f"waited {call.limit_s:g} s for {call.answer.__name__} from {name}")
-                    call.done(None, error)
-                    self._registry.lost(name, str(error))
+            for name, desk in list(self._desks.items()):
+                late = next((call for call in desk.calls if now >= call.given_at + call.limit_s), None)
+                if late is not None:
+                    self._give_up(name, desk, late)
+
+    def _give_up(self, name: str, desk: _Desk, late: _Call) -> None:
+        """A call is late. If it is alone, or the worker still answers others, it is what hangs, and fails."""
+        error = RunFailed(f"waited {late.limit_s:g} s for {late.answer.__name__} from {name}")
+        if len(desk.calls) == 1 or self._now() - desk.answered_at < late.limit_s / 4:
+            desk.calls.remove(late)
+            late.done(None, error)
+            self._call_again(desk.calls, suspect=False)
+            desk.calls.clear()
+        self._registry.lost(name, str(error))
 
     async def _give(self, call: _Call, name: str) -> None:
         call.attempts_left -= 1
-        call.deadline = self._now() + call.limit_s
-        self._busy[name] = call
+        call.given_at = self._now()
+        desk = self._desks[name]
+        desk.calls.append(call)
+        self._free.remove(name)
         try:
             await self._registry.send(name, call.message)
         except WorkerLost as error:
-            if self._busy.get(name) is call:  # it was not there at all, so nobody has heard of its loss
+            if call in desk.calls:  # it was not there at all, so nobody has heard of its loss
                 self._on_loss(name, str(error))
 
     def _on_answer(self, worker: Worker, message: Any) -> None:
-        call = self._busy.get(worker.name)
-        if call is None or not isinstance(message, call.answer) or not call.matches(message):
+        desk = self._desks.get(worker.name)
+        if desk is None:
+            return
+        call = next((call for call in desk.calls if isinstance(message, call.answer) and call.matches(message)), None)
+        if call is None:
             return  # said twice, or too late
-        del self._busy[worker.name]
-        self._idle.append(worker.name)
+        desk.calls.remove(call)
+        desk.answered_at = self._now()
+        self._free.append(worker.name)
         self._due.set()
         call.done(message, None)
+
+    def _call_again(self, calls: list[_Call], *, suspect: bool) -> None:
+        """These were on a worker that ended. Together with others, none of them has used up its attempts by that."""
+        for call in calls:
+            call.attempts_left = max(call.attempts_left, 1)
+            call.suspect = call.suspect or suspect
+            (self._suspects if call.suspect else self._calls).append(call)
 
     def _on_lost(self, worker: Worker, reason: str) -> None:
         """One that never got ready ends the run; else its call is made again, and the worker replaced.
@@ -223,13 +279,13 @@ class EnvironmentManager:
         self._on_loss(worker.name, reason)
 
     def _on_loss(self, name: str, reason: str) -> None:
-        call = self._busy.pop(name, None)
-        if call is not None and call.attempts_left:
-            self._calls.append(call)
-        elif call is not None:
-            call.done(None, RunFailed(f"{reason} (no attempt left)"))
-        if name in self._idle:
-            self._idle.remove(name)
+        desk = self._desks.pop(name, None)
+        calls = desk.calls if desk is not None else []
+        if len(calls) == 1 and not calls[0].attempts_left:
+            calls[0].done(None, RunFailed(f"{reason} (no attempt left)"))
+        else:
+            self._call_again(calls, suspect=len(calls) > 1)
+        self._free = deque(free for free in self._free if free != name)
         if name not in self._replacing and self._replacements is not None:
             self._replacing[name] = None
             self._replacements.create_task(self._replace_worker(name, reason), name=f"replace {name}")
@@ -249,7 +305,8 @@ class EnvironmentManager:
                 reason = str(error)
         del self._replacing[name]
         if name in self._registry.workers:
-            self._idle.append(name)
+            self._desks[name] = _Desk()
+            self._free.extend([name] * self._slots)
             self._due.set()
         else:  # lost again before this task could go on
             self._on_loss(name, "it was lost as soon as it was ready")
@@ -268,7 +325,14 @@ class EnvironmentManager:
             trajectory.error = f"the reward of trajectory {trajectory.trajectory_id} is {answer.reward}"
         else:
             trajectory.reward = answer.reward + trajectory.environment_reward
+            trajectory.reward_parts = answer.parts
+        self.invalid_rewards += bool(trajectory.error)
         trajectory.move_to(TrajectoryState.FAILED if trajectory.error else TrajectoryState.SCORED)
         if answer is not None and not trajectory.error:
             self._events.emit(TrajectoryScored(trajectory=trajectory, response_text=answer.response_text))
         self._on_scored(trajectory)
+
+
+def score_limit_s(config: ExperimentConfig) -> float:
+    """Longest wait for the score of one trajectory before its worker is given up, in seconds."""
+    return config.reward.longest_s + ANSWER_SLACK_S

@@ -18,23 +18,23 @@ from typing import Any
 
 import numpy as np
 
-from laminar.config.schema import ReasoningGymComponent, ReasoningGymSource
+from laminar.config.data_schema import ReasoningGymComponent, ReasoningGymSource
 from laminar.data.mixture import Mixture
 from laminar.data.source import Entry, derive_seed
 from laminar.errors import UserError
 
 CHUNK = 1000  # entries per generator object
 KEPT_CHUNKS = 2  # generator objects kept per component: fetches run along the data, two are enough at a border
-RESERVED_PARAMS = {"seed": "data.source.seed", "size": "data.source.prompts"}
+RESERVED_PARAMS = {"seed": "seed", "size": "prompts"}  # parameter -> key of the source to set instead
 OPEN_ANSWER = "answer_is_open"  # metadata key of entries whose generator has no single right answer
 
 
-def make_generator(component: ReasoningGymComponent, place: int, *, seed: int, size: int) -> Any:
+def make_generator(component: ReasoningGymComponent, key: str, *, seed: int, size: int) -> Any:
     """A reasoning-gym data set.
 
     Args:
         component: its name and parameters.
-        place: where the component stands in `data.source.datasets`, for messages.
+        key: where the component stands, for example `data.source.datasets[0]`, for messages.
         seed: of the data set.
         size: entries that it may be asked for.
 
@@ -44,14 +44,15 @@ def make_generator(component: ReasoningGymComponent, place: int, *, seed: int, s
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
-    key = f"data.source.datasets[{place}]"
     if component.name not in DATASETS:
         near = difflib.get_close_matches(component.name, DATASETS, n=3, cutoff=0.4)
         hint = f"the nearest are: {', '.join(near)}" if near else f"there are: {', '.join(sorted(DATASETS))}"
         raise UserError(f"{key}.name: reasoning-gym has no data set {component.name!r}; {hint}")
     for name, instead in RESERVED_PARAMS.items():
         if name in component.params:
-            raise UserError(f"{key}.params.{name}: set {instead} instead; the generators' own is derived from it")
+            raise UserError(
+                f"{key}.params.{name}: set {key.partition('.datasets')[0]}.{instead} instead; the generators' own is derived from it"
+            )
     known = [field.name for field in dataclasses.fields(DATASETS[component.name][1])]
     for name in component.params:
         if name not in known:
@@ -96,18 +97,20 @@ def component_labels(datasets: Sequence[ReasoningGymComponent]) -> list[str]:
 class ReasoningGymPrompts:
     """A `PromptSource` over a mixture of generators."""
 
-    def __init__(self, config: ReasoningGymSource, seed: int) -> None:
+    def __init__(self, config: ReasoningGymSource, seed: int, key: str = "data.source") -> None:
         """Make the generators ready.
 
         Args:
             config: `data.source`.
             seed: the experiment's seed, used where the source has none of its own.
+            key: dotted key of the source, for messages.
 
         Raises:
             UserError: unknown data set, or parameters that its generator refuses.
         """
         seed = seed if config.seed is None else config.seed
         self._config = config
+        self._key = key
         self._mixture = Mixture([component.weight for component in config.datasets], seed)
         self._labels = component_labels(config.datasets)
         self._seeds = [derive_seed(seed, place, component.name) for place, component in enumerate(config.datasets)]
@@ -132,7 +135,7 @@ class ReasoningGymPrompts:
         Raises:
             UserError: the generator fails, or makes what cannot be sent.
         """
-        key = f"data.source.datasets[{place}] ({self._labels[place]})"
+        key = f"{self._key}.datasets[{place}] ({self._labels[place]})"
         chunk, offset = divmod(index, CHUNK)
         try:
             with seeded_global_random(derive_seed(self._seeds[place], index)):
@@ -153,4 +156,4 @@ class ReasoningGymPrompts:
     def _make_chunk(self, place: int, chunk: int) -> Any:
         # Generators draw entry i from Random(seed + i): seeds a chunk apart continue each other and never overlap.
         seed = self._seeds[place] + chunk * CHUNK
-        return make_generator(self._config.datasets[place], place, seed=seed, size=CHUNK)
+        return make_generator(self._config.datasets[place], f"{self._key}.datasets[{place}]", seed=seed, size=CHUNK)

@@ -12,12 +12,21 @@ from typing import Any, Protocol
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str  # "system", "user", "assistant"
+    content: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Entry:
     """One prompt before it becomes tokens."""
 
     source: str  # data set that it came from, for example "spell_backward"
     question: str  # the prompt's text, before `data.prompt_template`
     answer: str  # expected answer; "" where there is none
+    history: tuple[Message, ...] = ()  # messages before it, where the data holds conversations
     metadata: dict[str, Any] = field(default_factory=dict)  # all else that the data says about it
 
 

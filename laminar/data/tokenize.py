@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from laminar.config.data_schema import DataConfig
 from laminar.data.source import Entry
 from laminar.errors import UserError
 
@@ -72,21 +73,22 @@ def load_tokenizer(path: str) -> Any:
 class PromptEncoder:
     """Applies the template, the chat template where asked, and the tokenizer."""
 
-    def __init__(self, tokenizer: Any, *, template: str, chat: bool = False, system_prompt: str | None = None) -> None:
-        """Take a Hugging Face tokenizer and the keys of `data`.
+    def __init__(self, tokenizer: Any, config: DataConfig) -> None:
+        """Take a Hugging Face tokenizer and the section `data`.
 
         Raises:
-            UserError: `chat` with a tokenizer that has no chat template.
+            UserError: `chat` with a tokenizer that has no chat template, or a template file that cannot be read.
         """
-        if chat and not tokenizer.chat_template:
-            raise UserError(
-                "data.chat: true, but the model's tokenizer has no chat template. Set data.chat: false and write the "
-                f"turns into {TEMPLATE_KEY}, or take an instruction-tuned model"
-            )
         self._tokenizer = tokenizer
-        self._template = template
-        self._chat = chat
-        self._system_prompt = system_prompt
+        self._config = config
+        self._chat_template = tokenizer.chat_template
+        if config.chat_template is not None:
+            self._chat_template = read_chat_template(config.chat_template)
+        if config.chat and not self._chat_template:
+            raise UserError(
+                "data.chat: true, but the model's tokenizer has no chat template. Set data.chat_template to a file with one, "
+                f"or data.chat: false and write the turns into {TEMPLATE_KEY}, or take an instruction-tuned model"
+            )
 
     def encode(self, entry: Entry) -> NDArray[np.int32]:
         """Token ids of the prompt, int32 [P] with P > 0.
@@ -94,10 +96,13 @@ class PromptEncoder:
         Raises:
             UserError: the template does not fit the entry, or nothing is left of the prompt.
         """
-        text = render_prompt(self._template, entry)
-        if self._chat:
-            ids = self._tokenizer.apply_chat_template(
-                self._messages(text), add_generation_prompt=True, tokenize=True, return_dict=False
+        text = render_prompt(self._config.prompt_template, entry)
+        if self._config.chat:
+            ids = self._apply_chat_template(self._messages(text, entry))
+        elif entry.history:
+            raise UserError(
+                f"data.chat: false, but an entry of {entry.source} is a conversation of {len(entry.history) + 1} messages; "
+                "set it to true"
             )
         else:
             ids = self._tokenizer.encode(text)
@@ -114,6 +119,44 @@ class PromptEncoder:
         )
         return text
 
-    def _messages(self, text: str) -> list[dict[str, str]]:
-        system = [] if self._system_prompt is None else [{"role": "system", "content": self._system_prompt}]
-        return [*system, {"role": "user", "content": text}]
+    def _messages(self, text: str, entry: Entry) -> list[dict[str, str]]:
+        messages = [{"role": message.role, "content": message.content} for message in entry.history]
+        if self._config.system_prompt is not None:
+            if messages and messages[0]["role"] == "system":
+                raise UserError(
+                    f"data.system_prompt: set, but an entry of {entry.source} has a system message of its own; remove one"
+                )
+            messages.insert(0, {"role": "system", "content": self._config.system_prompt})
+        return [*messages, {"role": "user", "content": text}]
+
+    def _apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._chat_template,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **self._config.chat_template_params,
+            )
+        except Exception as error:  # a template raises what it likes, by raise_exception too
+            key = "data.chat" if self._config.chat_template is None else "data.chat_template"
+            raise UserError(f"{key}: the chat template cannot be applied: {type(error).__name__}: {error}") from error
+        return ids
+
+
+def read_chat_template(path: str) -> str:
+    """The text of `data.chat_template`.
+
+    Raises:
+        UserError: there is no such file, or no text in it.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"data.chat_template: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.chat_template: {path} is not UTF-8 text") from error
+    if not text.strip():
+        raise UserError(f"data.chat_template: {path} is empty")
+    return text

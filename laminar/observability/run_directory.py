@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import laminar
+from laminar.config.data_schema import FileSource
 from laminar.config.load import to_yaml
-from laminar.config.schema import ExperimentConfig, JsonlSource
+from laminar.config.schema import ExperimentConfig
 from laminar.errors import UserError
 from laminar.observability import events as kinds
 from laminar.observability.events import EventBus, GroupDropped, MetricsReported, Notice, StepFinished
@@ -162,6 +163,7 @@ def _trajectory_line(trajectory: Trajectory, *, step: int | None = None, dropped
         "turns": len(trajectory.turns),  # that an environment has answered
         "environment_s": round(trajectory.environment_s, 6),
         "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
         "finish_reason": trajectory.finish_reason,
         "rollout": trajectory.rollout,
         "generation_s": None if started is None or finished is None else round(finished - started, 6),
@@ -219,8 +221,9 @@ def _used_paths(config: ExperimentConfig) -> Iterator[tuple[str, Path]]:
         yield "algorithm.kl.reference_path", Path(config.algorithm.kl.reference_path).resolve()
     if config.algorithm.critic and config.algorithm.critic.path:
         yield "algorithm.critic.path", Path(config.algorithm.critic.path).resolve()
-    if isinstance(config.data.source, JsonlSource):
-        yield "data.source.path", Path(config.data.source.path).resolve()
+    for key, source in config.data.single_sources():
+        if isinstance(source, FileSource):
+            yield f"{key}.path", Path(source.path).resolve()
 
 
 def _write_marker(path: Path, config: ExperimentConfig) -> None:

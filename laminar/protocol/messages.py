@@ -6,7 +6,7 @@ title reads "sent by, to".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -485,6 +485,7 @@ class TrajectoryScored:
     reward: float  # NaN where error is set
     response_text: str
     error: str
+    parts: dict[str, float] = field(default_factory=dict)  # each part of the reward before weighting, by its name
 
 
 MESSAGE_TYPES: tuple[type, ...] = (

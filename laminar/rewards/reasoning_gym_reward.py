@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from laminar.config.schema import ReasoningGymSource
+from laminar.config.data_schema import ReasoningGymSource
 from laminar.data.reasoning_gym_source import OPEN_ANSWER, component_labels, make_generator
 
 log = logging.getLogger("laminar.reward")
@@ -17,15 +17,19 @@ log = logging.getLogger("laminar.reward")
 class ReasoningGymReward:
     """Scores a response with `score_answer` of the data set that its prompt came from."""
 
-    def __init__(self, config: ReasoningGymSource) -> None:
+    def __init__(self, config: ReasoningGymSource, key: str = "data.source") -> None:
         """Make one generator per component of the mixture; they only score, so seed and size do not matter.
+
+        Args:
+            config: the source.
+            key: its dotted key, for messages.
 
         Raises:
             UserError: unknown data set, or parameters that its generator refuses.
         """
         labels = component_labels(config.datasets)
         self._scorers = {
-            label: make_generator(component, place, seed=0, size=1)
+            label: make_generator(component, f"{key}.datasets[{place}]", seed=0, size=1)
             for place, (label, component) in enumerate(zip(labels, config.datasets, strict=True))
         }
         self._complained: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a reward function is, and how one is called.
+"""A reward function with its name, and how it is called.
 
 Invariant: whatever user code does (raise, return nonsense, call sys.exit), the outcome is a finite number or one line
 that names the trajectory, the function and the fault.
@@ -10,36 +10,20 @@ import asyncio
 import inspect
 import logging
 import math
-import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from laminar.errors import UserError
+from laminar.config.user_function import in_one_line
+from laminar.rewards.conventions import RewardInput, bind
 
 log = logging.getLogger("laminar.reward")
 
-RewardFunction = Callable[..., float | Awaitable[float]]
+RewardFunction = Callable[..., Any | Awaitable[Any]]
 """`def reward(*, prompt: str, response: str, answer: str, metadata: dict) -> float`, plain or async.
 
-A function gets the arguments that it declares: any of `prompt`, `response`, `answer`, `metadata`, `source`.
+A function gets the arguments that it declares; `conventions.py` says which there are.
 """
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class RewardInput:
-    """What a reward may look at."""
-
-    trajectory_id: str
-    prompt: str  # the prompt's text, before template and chat template
-    response: str  # what the model wrote, without special tokens
-    answer: str  # expected answer; "" where there is none
-    metadata: dict[str, Any]
-    source: str  # data set that the prompt came from
-
-
-MAX_MESSAGE = 300  # characters of an exception's message that are passed on; all of it is in the log
-ARGUMENTS = ("prompt", "response", "answer", "metadata", "source")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -53,65 +37,87 @@ class Outcome:
 class Reward:
     """A reward function with the name that the config gives it."""
 
-    def __init__(self, name: str, function: RewardFunction) -> None:
+    def __init__(
+        self,
+        name: str,
+        function: RewardFunction,
+        *,
+        params: Mapping[str, Any] | None = None,
+        key: str = "reward.function",
+    ) -> None:
         """Look at the function's parameters once.
 
+        Args:
+            name: for messages.
+            function: plain or async.
+            params: further keyword arguments, the same for every trajectory.
+            key: of the configuration that names it.
+
         Raises:
-            UserError: it is not callable, or needs an argument that there is not.
+            UserError: it is not callable, needs an argument that there is not, or does not take one of `params`.
         """
         self.name = name
         self._function = function
-        self._arguments = accepted_arguments(name, function)
+        self._fill = bind(key, name, function, params or {})
+
+    @property
+    def is_async(self) -> bool:
+        """Whether calling it gives a coroutine."""
+        return inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
+            getattr(self._function, "__call__", None)  # noqa: B004 - an object whose call is a coroutine function
+        )
 
     async def score(self, request: RewardInput) -> Outcome:
         """Call the function; a coroutine is awaited in the running loop. Never raises what user code raises."""
-        place = f"trajectory {request.trajectory_id}: reward {self.name}"
         try:
-            value = self._function(**{argument: getattr(request, argument) for argument in self._arguments})
+            value = self._function(**self._fill(request))
             if inspect.isawaitable(value):
                 value = await value
-        except BaseException as error:  # sys.exit() in user code must not end the thread that all rewards run in
+        except BaseException as error:  # sys.exit() in user code must not end the thread that rewards run in
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # the worker is ending; a cancellation of the user's own making is an error like any other
-            log.warning("%s raised", place, exc_info=error)
-            return Outcome(reward=math.nan, error=f"{place} raised {in_one_line(error)}")
+                raise  # the worker is ending, or the limit has passed; one of the user's own making is like any other
+            return self._raised(request, error)
+        return self._judged(request, value)
+
+    def score_now(self, request: RewardInput) -> Outcome:
+        """The same for a plain function, without a loop."""
+        try:
+            value = self._function(**self._fill(request))
+            if inspect.isawaitable(value):
+                value = asyncio.run(_result(value))
+        except BaseException as error:  # as above
+            return self._raised(request, error)
+        return self._judged(request, value)
+
+    def failed(self, request: RewardInput, what: str) -> Outcome:
+        """No reward, because of `what`."""
+        return Outcome(reward=math.nan, error=f"trajectory {request.trajectory_id}: reward {self.name} {what}")
+
+    def _raised(self, request: RewardInput, error: BaseException) -> Outcome:
+        log.warning("trajectory %s: reward %s raised", request.trajectory_id, self.name, exc_info=error)
+        return self.failed(request, f"raised {in_one_line(error)}")
+
+    def _judged(self, request: RewardInput, value: Any) -> Outcome:
+        if isinstance(value, Mapping) and "score" in value:  # verl's functions may return details beside it
+            value = value["score"]
+        if isinstance(value, list | tuple):
+            if len(value) != 1:
+                return self.failed(
+                    request,
+                    f"returned {value!r:.80} ({type(value).__name__} of {len(value)}); expected one number for one response",
+                )
+            value = value[0]
         number = as_number(value)
         if number is None:
-            return Outcome(
-                reward=math.nan, error=f"{place} returned {value!r:.80} ({type(value).__name__}); expected a number"
-            )
+            return self.failed(request, f"returned {value!r:.80} ({type(value).__name__}); expected a number")
         if not math.isfinite(number):
-            return Outcome(reward=math.nan, error=f"{place} returned {number}; expected a finite number")
+            return self.failed(request, f"returned {number}; expected a finite number")
         return Outcome(reward=number, error="")
 
 
-def accepted_arguments(name: str, function: RewardFunction) -> tuple[str, ...]:
-    """Which of ARGUMENTS the function takes by keyword.
-
-    Raises:
-        UserError: it is not callable, or has a required parameter that is not among them.
-    """
-    if not callable(function):
-        raise UserError(f"reward.function: {name} is {type(function).__name__}, not a function")
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):  # a function written in C tells nothing; let it have everything
-        return ARGUMENTS
-    taken: list[str] = []
-    for parameter in parameters:
-        if parameter.kind is parameter.VAR_KEYWORD:
-            return ARGUMENTS
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            continue
-        if parameter.name in ARGUMENTS and parameter.kind is not parameter.POSITIONAL_ONLY:
-            taken.append(parameter.name)
-        elif parameter.default is parameter.empty:
-            raise UserError(
-                f"reward.function: {name} needs {parameter.name!r}, but rewards are called by keyword with "
-                f"{', '.join(ARGUMENTS)} (those that the function declares)"
-            )
-    return tuple(taken)
+async def _result(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def as_number(value: Any) -> float | None:
@@ -122,11 +128,3 @@ def as_number(value: Any) -> float | None:
         return float(value)
     except Exception:  # arrays of several numbers, tensors, anything: each refuses in its own way
         return None
-
-
-def in_one_line(error: BaseException) -> str:
-    """An exception's kind and message, and the line of code that raised it."""
-    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + '...'}{place}"

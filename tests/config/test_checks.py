@@ -56,7 +56,7 @@ def test_the_valid_example_passes(config_file):
         (["data.prompt_template='{question'"], "data.prompt_template: not a template"),
         (["data.prompt_template='Add {}'"], "data.prompt_template: a field without a name"),
         (["data.prompt_template=Add"], "data.prompt_template: holds no field"),
-        (["reward.function=exct"], 'reward.function: "exct"; expected reasoning_gym, exact, numeric or'),
+        (["reward.function=exct"], 'reward.function: "exct"; expected reasoning_gym, exact, numeric, '),
         (["reward.function=exct"], "did you mean exact?"),
         (["reward.function=my.module.score"], "a colon stands between module and function"),
         (["reward.function='my.module:1'"], 'reward.function: "my.module:1"'),
@@ -66,6 +66,26 @@ def test_the_valid_example_passes(config_file):
             "controller.silence_limit_s: 1; expected at least twice controller.heartbeat_s",
         ),
         (["rollout.temperature=0"], "rollout.temperature: 0; expected above 0"),
+        (["reward.params={pattern: x}"], "reward.params.pattern: reasoning_gym has no such option"),
+        (
+            ["reward.function=regex", "reward.parts=[{function: exact}]"],
+            "reward.parts: set beside reward.function or reward.params",
+        ),
+        (["reward.parts=[{function: exact}, {function: exct}]"], 'reward.parts.1.function: "exct"; expected'),
+        (
+            ["reward.parts=[{function: exact}, {function: exact}]"],
+            "reward.parts.1.name: exact: another part has this name",
+        ),
+        (["reward.parts=[{function: exact, weight: 0}]"], "reward.parts.0.weight: 0; expected another number"),
+        (
+            ["reward.parts=[{function: regex}]"],
+            "reward.parts.0.params.pattern: missing; regex needs it",
+        ),
+        (["data.chat_template=x.jinja"], "data.chat_template: set, but data.chat is false"),
+        (
+            ["data.source={type: jsonl, path: a, format: gsm8k, prompt_field: q}", "reward.function=exact"],
+            "data.source.prompt_field: set, but data.source.format: gsm8k knows its columns",
+        ),
     ],
 )
 def test_contradictions_name_the_key(config_file, overrides, expected):

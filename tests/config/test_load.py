@@ -104,7 +104,7 @@ def test_a_key_in_the_wrong_section_is_pointed_to_the_right_one(config_file):
 
 
 def test_a_key_without_a_neighbour_lists_the_section(config_file):
-    assert "reward.zzzzzz: unknown key; reward has the keys function, workers, timeout_s" in error_of(
+    assert "reward.zzzzzz: unknown key; reward has the keys function, params, parts, workers" in error_of(
         config_file, "reward.zzzzzz=1"
     )
 

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from laminar.config.schema import ReasoningGymSource
+from laminar.config.data_schema import ReasoningGymSource
 from laminar.data.reasoning_gym_source import CHUNK, ReasoningGymPrompts
 from laminar.data.source import Entry
 from laminar.errors import UserError

@@ -156,6 +156,7 @@ def test_events_become_lines(tmp_path):
         "turns": 0,
         "environment_s": 0.0,
         "reward": 1.0,
+        "reward_parts": None,
         "finish_reason": "stop",
         "rollout": "rollout-0",
         "generation_s": 1.5,

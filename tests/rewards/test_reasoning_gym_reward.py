@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from laminar.config.schema import ReasoningGymSource
+from laminar.config.data_schema import ReasoningGymSource
 from laminar.data.metadata import decode_metadata, encode_metadata
 from laminar.data.reasoning_gym_source import ReasoningGymPrompts
 from laminar.data.source import Entry

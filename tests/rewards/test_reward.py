@@ -10,15 +10,26 @@ import numpy as np
 import pytest
 
 from laminar.errors import UserError
-from laminar.rewards.reward import Outcome, Reward, RewardInput
+from laminar.rewards.conventions import RewardInput
+from laminar.rewards.reward import Outcome, Reward
 
 REQUEST = RewardInput(
-    trajectory_id="g7-3", prompt="2 + 3?", response="5", answer="5", metadata={"level": 1}, source="sums"
+    trajectory_id="g7-3",
+    prompt="2 + 3?",
+    response="5",
+    answer="5",
+    metadata={"level": 1},
+    source="sums",
+    num_tokens=2,
 )
 
 
 def outcome(function: Callable[..., Any]) -> Outcome:
-    return asyncio.run(Reward("mine:reward", function).score(REQUEST))
+    """In a loop and without one: both are to say the same."""
+    reward = Reward("mine:reward", function)
+    now, later = reward.score_now(REQUEST), asyncio.run(reward.score(REQUEST))
+    assert repr(now) == repr(later)
+    return now
 
 
 def test_a_function_gets_the_arguments_that_it_declares() -> None:
@@ -33,7 +44,23 @@ def test_a_function_gets_the_arguments_that_it_declares() -> None:
 
     assert outcome(all_four) == Outcome(reward=1.0, error="")
     assert outcome(two) == Outcome(reward=1.0, error="")
-    assert outcome(everything) == Outcome(reward=5.0, error="")
+    assert outcome(everything) == Outcome(reward=6.0, error="")
+
+
+def test_functions_written_for_verl_and_for_trl() -> None:
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+        return {
+            "score": float((data_source, extra_info) == ("sums", {"level": 1})),
+            "acc": solution_str == ground_truth,
+        }
+
+    def reward_func(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+        assert (prompts, kwargs) == (["2 + 3?"], {"level": [1], "source": ["sums"]})
+        return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
+
+    assert outcome(compute_score) == Outcome(reward=1.0, error="")
+    assert outcome(reward_func) == Outcome(reward=1.0, error="")
+    assert "returned [] (list of 0)" in outcome(lambda completions: []).error
 
 
 def test_async_functions_are_awaited() -> None:
@@ -54,7 +81,11 @@ def test_numbers_of_all_kinds(value: Any) -> None:
     [
         (None, "returned None (NoneType); expected a number"),
         ("1", "returned '1' (str); expected a number"),
-        ([1, 2], "returned [1, 2] (list); expected a number"),
+        ([1, 2], "returned [1, 2] (list of 2); expected one number for one response"),
+        ([], "returned [] (list of 0); expected one number for one response"),
+        (["1"], "returned '1' (str); expected a number"),
+        ({"score": None}, "returned None (NoneType); expected a number"),
+        ({"reward": 1}, "returned {'reward': 1} (dict); expected a number"),
         (math.nan, "returned nan; expected a finite number"),
         (-math.inf, "returned -inf; expected a finite number"),
     ],

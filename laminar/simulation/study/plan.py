@@ -11,14 +11,12 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from laminar.config.checks import check_config
+from laminar.config.data_schema import DataConfig, ReasoningGymComponent, ReasoningGymSource
 from laminar.config.problems import raise_problems
 from laminar.config.schema import (
     ControllerConfig,
-    DataConfig,
     ExperimentConfig,
     ModelConfig,
-    ReasoningGymComponent,
-    ReasoningGymSource,
     RelayConfig,
     RepackConfig,
     RolloutConfig,

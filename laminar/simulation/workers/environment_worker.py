@@ -34,7 +34,7 @@ class RewardModel:
 
 
 class ModelledEnvironment(ModelledWorker):
-    """Answers one call at a time, as the controller makes them."""
+    """Answers each call after its own latency, however many are under way."""
 
     kind = "environment"
 

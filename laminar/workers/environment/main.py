@@ -1,21 +1,22 @@
 """The environment worker: `python -m laminar.workers.environment.main --connect RUN_DIR --index I`.
 
-It makes prompts (source, template, tokenizer), answers turns (the environment) and scores responses (the user's reward). Invariant: every question gets
-exactly one answer; a reward that fails is an answer with an error, while data that cannot be read ends the worker.
-Time limits are the controller's business: it restarts a worker whose reward does not come back.
+It makes prompts (source, template, tokenizer), answers turns (the environment) and scores responses (the user's rewards), many
+at once. Invariant: every question gets exactly one answer; a reward that fails, hangs or crashes is an answer with an error
+and delays no other, while data that cannot be read ends the worker. The controller restarts a worker that does not answer in
+time all the same: code of the user's that blocks the thread's loop, say.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from laminar.config.schema import ExperimentConfig, ReasoningGymSource
+from laminar.config.data_schema import FileSource, ReasoningGymSource, SingleSource
+from laminar.config.schema import ExperimentConfig
 from laminar.data.metadata import decode_metadata, encode_metadata
 from laminar.data.observation import ObservationEncoder
 from laminar.data.open_source import open_source, total_prompts
@@ -31,9 +32,10 @@ from laminar.protocol.messages import (
     StepEnvironment,
     TrajectoryScored,
 )
-from laminar.rewards.registry import load_reward
-from laminar.rewards.reward import Reward, RewardInput
+from laminar.rewards.conventions import RewardInput
 from laminar.workers.environment.episodes import Episodes
+from laminar.workers.environment.reward_lanes import RewardLanes
+from laminar.workers.environment.scoring import Scoring
 from laminar.workers.environment.user_code import UserCodeThread
 from laminar.workers.rollout.stop_tokens import stop_token_ids
 from laminar.workers.worker import WorkerSession, run_worker
@@ -43,16 +45,20 @@ CLOSE_LIMIT_S = 5.0
 
 @dataclass(kw_only=True, slots=True)
 class Environment:
-    """Data, tokenizer, environment and reward; used in the user-code thread only."""
+    """Data, tokenizer, environment and reward."""
 
+    thread: UserCodeThread
     source: PromptSource
     total: int | None  # positions in the data order, None when it never ends
     encoder: PromptEncoder
-    reward: Reward
+    scoring: Scoring
     episodes: Episodes | None  # None: trajectories have a single turn
 
     async def prompt(self, position: int) -> PromptRecord:
-        """The tokenized prompt at a position of the data order, with what the environment says to it at first."""
+        """The tokenized prompt at a position of the data order, with what the environment says to it at first.
+
+        In the user-code thread only.
+        """
         entry = shown = self.source.entry(position)
         if self.episodes is not None:
             prompt = EnvironmentPrompt(
@@ -71,8 +77,8 @@ class Environment:
 
     async def score(self, message: ScoreTrajectory) -> TrajectoryScored:
         """Decode a response and ask the reward, about its last turn."""
-        last_turn = self.encoder.decode(message.token_ids[message.turn_start : message.turn_end])
-        outcome = await self.reward.score(
+        response, last_turn = await self.thread.call(self._texts, message)
+        score = await self.scoring.score(
             RewardInput(
                 trajectory_id=message.trajectory_id,
                 prompt=message.prompt_text,
@@ -80,43 +86,55 @@ class Environment:
                 answer=message.answer,
                 metadata=decode_metadata(message.metadata),
                 source=message.source,
+                num_tokens=len(message.token_ids),
             )
         )
         return TrajectoryScored(
             trajectory_id=message.trajectory_id,
-            reward=math.nan if outcome.error else outcome.reward,
-            response_text=self.encoder.decode(message.token_ids),
-            error=outcome.error,
+            reward=score.reward,
+            parts=score.parts,
+            response_text=response,
+            error=score.error,
         )
 
+    def _texts(self, message: ScoreTrajectory) -> tuple[str, str]:
+        """The whole response, and its last turn."""
+        response = last_turn = self.encoder.decode(message.token_ids)
+        if message.turn_start > 0 or message.turn_end < len(message.token_ids):
+            last_turn = self.encoder.decode(message.token_ids[message.turn_start : message.turn_end])
+        return response, last_turn
 
-async def open_environment(session: WorkerSession, thread: UserCodeThread) -> Environment:
+
+async def open_environment(session: WorkerSession, thread: UserCodeThread, lanes: RewardLanes) -> Environment:
     """Load everything, telling what is being waited for.
 
     Raises:
         UserError: the model's tokenizer, the data or the reward is at fault.
     """
     config = session.config
+    await lanes.start(config)
     await session.progress(f"loading the tokenizer of {config.model.path}")
     tokenizer = await thread.call(load_tokenizer, config.model.path)
-    encoder = PromptEncoder(
-        tokenizer, template=config.data.prompt_template, chat=config.data.chat, system_prompt=config.data.system_prompt
-    )
-    await session.progress(f"opening {describe_source(config)}")
+    encoder = await thread.call(PromptEncoder, tokenizer, config.data)
+    await session.progress(f"opening {describe_data(config)}")
     source = await thread.call(open_source, config)
-    await session.progress(f"loading the reward {config.reward.function}")
-    reward = await thread.call(load_reward, config)
+    await session.progress(f"loading the reward {config.reward.title}")
+    scoring = Scoring(config, lanes, thread)
+    await scoring.start()
     return Environment(
+        thread=thread,
         source=source,
         total=total_prompts(config, source),
         encoder=encoder,
-        reward=reward,
-        episodes=await thread.call(load_episodes, config, tokenizer, reward),
+        scoring=scoring,
+        episodes=await thread.call(load_episodes, config, tokenizer, scoring, asyncio.get_running_loop()),
     )
 
 
-def load_episodes(config: ExperimentConfig, tokenizer: Any, reward: Reward) -> Episodes | None:
-    """What answers turns, where trajectories have several.
+def load_episodes(
+    config: ExperimentConfig, tokenizer: Any, scoring: Scoring, loop: asyncio.AbstractEventLoop
+) -> Episodes | None:
+    """What answers turns, where trajectories have several; `loop` is the worker's, in which scores are made.
 
     Raises:
         UserError: the environment, or the chat template, is at fault.
@@ -125,19 +143,19 @@ def load_episodes(config: ExperimentConfig, tokenizer: Any, reward: Reward) -> E
         return None
 
     async def score(prompt: EnvironmentPrompt, response: str) -> float:
-        outcome = await reward.score(
-            RewardInput(
-                trajectory_id="under way",
-                prompt=prompt.text,
-                response=response,
-                answer=prompt.answer,
-                metadata=prompt.metadata,
-                source=prompt.source,
-            )
+        request = RewardInput(
+            trajectory_id="under way",
+            prompt=prompt.text,
+            response=response,
+            answer=prompt.answer,
+            metadata=prompt.metadata,
+            source=prompt.source,
+            num_tokens=len(tokenizer.encode(response, add_special_tokens=False)),
         )
-        if outcome.error:
-            raise RuntimeError(outcome.error)
-        return outcome.reward
+        scored = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(scoring.score(request), loop))
+        if scored.error:
+            raise RuntimeError(scored.error)
+        return scored.reward
 
     encoder = ObservationEncoder(
         tokenizer,
@@ -148,23 +166,27 @@ def load_episodes(config: ExperimentConfig, tokenizer: Any, reward: Reward) -> E
     return Episodes(load_environment(config.environment, score), encoder)
 
 
-def describe_source(config: ExperimentConfig) -> str:
-    """The data source in a few words."""
-    source = config.data.source
+def describe_data(config: ExperimentConfig) -> str:
+    """The data in a few words."""
+    return " + ".join(_describe_source(source) for _, source in config.data.single_sources())
+
+
+def _describe_source(source: SingleSource) -> str:
     if isinstance(source, ReasoningGymSource):
         return f"reasoning-gym: {', '.join(component.name for component in source.datasets)}"
+    assert isinstance(source, FileSource)
     return source.path
 
 
 async def serve(session: WorkerSession) -> None:
     """Make prompts and score trajectories."""
-    thread = UserCodeThread()
+    thread, lanes = UserCodeThread(), RewardLanes()
     try:
-        environment = await open_environment(session, thread)
+        environment = await open_environment(session, thread, lanes)
         size = environment.source.size
         await session.ready(
-            f"{'endless' if size is None else f'{size} prompts'} from {describe_source(session.config)}, "
-            f"reward {environment.reward.name}"
+            f"{'endless' if size is None else f'{size} prompts'} from {describe_data(session.config)}, "
+            f"reward {session.config.reward.title}"
             + (f", environment {session.config.environment.name}" if environment.episodes is not None else "")
         )
         try:
@@ -175,6 +197,7 @@ async def serve(session: WorkerSession) -> None:
                     await asyncio.wait_for(thread.run(environment.episodes.close()), CLOSE_LIMIT_S)
     finally:
         thread.stop()
+        await lanes.stop()
 
 
 async def answer_messages(session: WorkerSession, thread: UserCodeThread, environment: Environment) -> None:
@@ -198,7 +221,7 @@ async def answer_messages(session: WorkerSession, thread: UserCodeThread, enviro
         await session.send(await thread.run(environment.episodes.step(message)))
 
     async def score(message: ScoreTrajectory) -> None:
-        await session.send(await thread.run(environment.score(message)))
+        await session.send(await environment.score(message))
 
     def start(tasks: asyncio.TaskGroup, message: Any) -> asyncio.Task[None]:
         if isinstance(message, FetchPrompts):

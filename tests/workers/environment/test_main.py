@@ -93,7 +93,9 @@ async def test_generated_prompts_and_their_own_score(start_ready: Callable[..., 
     scorer = Scorer(project / "model")
     for prompt in fetched.prompts:
         scored = await worker.ask(scorer.ask("right", prompt.answer, prompt))
-        assert scored == TrajectoryScored(trajectory_id="right", reward=1.0, response_text=prompt.answer, error="")
+        assert scored == TrajectoryScored(
+            trajectory_id="right", reward=1.0, response_text=prompt.answer, error="", parts={"reasoning_gym": 1.0}
+        )
         assert (await worker.ask(scorer.ask("wrong", "#", prompt))).reward < 0.5
     assert await worker.shut_down() == 0
 
@@ -128,7 +130,7 @@ async def test_the_end_of_a_file_and_the_users_own_reward(
     scorer = Scorer(project / "model")
     prompt = next(prompt for prompt in first.prompts if prompt.text == "p2")
     scored = await worker.ask(scorer.ask("t", "long", prompt))
-    assert scored == TrajectoryScored(trajectory_id="t", reward=4 + 20 + 200 + 2000, response_text="long", error="")
+    assert (scored.reward, scored.response_text, scored.error) == (4 + 20 + 200 + 2000, "long", "")
     assert await worker.shut_down() == 0
 
 

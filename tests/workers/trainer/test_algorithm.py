@@ -89,7 +89,10 @@ def test_own_functions(own):
             r"algorithm.advantage: user_algorithm:short returned an array of shape \[3\]; expected one number per trajectory \(4\) or per response token \(6\)",
         ),
         ({"advantage": "user_algorithm:nans"}, "returned an advantage that is not finite: nan at 0"),
-        ({"advantage": "user_algorithm:raises"}, "failed: KeyError: 'oh'. It was tried out on a small made-up batch"),
+        (
+            {"advantage": "user_algorithm:raises"},
+            r"failed: KeyError: 'oh' \(.*user_algorithm\.py:\d+\)\. It was tried out on a small made-up batch",
+        ),
         ({"advantage": "user_algorithm:NOT_A_FUNCTION"}, "is no function but int"),
         ({"advantage": "user_algorithm:centered"}, "user_algorithm has no 'centered'; its functions are: centred"),
         ({"advantage": "no_such_module:f"}, "importing no_such_module failed: ModuleNotFoundError"),

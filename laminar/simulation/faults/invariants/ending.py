@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from laminar.controller.environment_manager import score_limit_s
 from laminar.errors import RunFailed, UserError
 from laminar.observability.events import CheckpointFinished, RolloutLost, WorkerReady
 from laminar.simulation.faults import fault as faults
@@ -100,6 +101,8 @@ class EndsAsItShould(Invariant):
         if "Set environment.on_error" in message:
             bad = config.environment.on_error == "fail" and (self._any(faults.BadTurn) or self._environment_struck())
             return "a turn without an answer, and environment.on_error: fail" if bad else ""
+        if "groups in a row had to be dropped" in message:
+            return "bad rewards" if self._any(faults.BadReward) or self._environment_struck() else ""
         if message.startswith("the final checkpoint could not be written"):
             failed = bool(self._checkpoint_error) and self._any(faults.FailedCheckpoint)
             return "a full disk at the final checkpoint" if failed else ""
@@ -179,7 +182,7 @@ class EndsAsItShould(Invariant):
         for strike in self._strikes:
             match strike.fault:
                 case faults.BadReward(how="hang", count=count):
-                    lost_s += count * config.reward.timeout_s / config.reward.workers
+                    lost_s += count * score_limit_s(config) / config.reward.workers
                 case faults.BadTurn(how="hang", count=count):
                     lost_s += count * config.environment.step_timeout_s / config.reward.workers
         pending = self.controller.environments.pending_scores + self.controller.turns.pending

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from laminar.controller.environment_manager import score_limit_s
 from laminar.protocol.messages import Hello
 from laminar.simulation.faults import fault as faults
 from laminar.simulation.faults.injector import Strike
@@ -80,7 +81,7 @@ class LossesHaveCauses(Invariant):
         """A reward that does not come back ends its environment worker; an outage may cost the same."""
         if not name.startswith("environment-"):
             return None
-        limit_s = min(self.run.config.reward.timeout_s, self.run.config.environment.step_timeout_s)
+        limit_s = min(score_limit_s(self.run.config), self.run.config.environment.step_timeout_s)
         for strike in self._strikes:
             match strike.fault:
                 case faults.BadReward(how="hang") | faults.BadTurn(how="hang"):
