@@ -16,12 +16,14 @@ from pathlib import Path
 from laminar.config.schema import ExperimentConfig
 from laminar.config.store_room import version_bytes
 from laminar.controller.controller import Controller
+from laminar.controller.journal.accounts import FILE as ACCOUNTS
+from laminar.controller.journal.accounts import read_accounts
 from laminar.controller.journal.journal import Journal
 from laminar.controller.journal.restore import Restored
 from laminar.controller.relay_keeper import TIER
 from laminar.controller.repl_server import ReplServer
 from laminar.controller.worker_registry import Worker
-from laminar.errors import WorkerLost
+from laminar.errors import RunFailed, WorkerLost
 from laminar.launch.commands import (
     MPIRUN,
     Command,
@@ -116,7 +118,7 @@ class LocalRun:
                 closed=self._closed,
             )
             await self._run_controller()
-            return self._outcome()
+            outcome = self._outcome()
         finally:
             self._ending = True
             forced = await self._launcher.stop(END_LIMIT_S, self._hurry)
@@ -126,6 +128,28 @@ class LocalRun:
             (self._run_dir / CONNECTION_FILE).unlink(missing_ok=True)
             if journal is not None:
                 journal.close()
+        self._account()
+        return outcome
+
+    def _account(self) -> None:
+        """Say what became of every prompt.
+
+        Raises:
+            RunFailed: the sums are wrong.
+        """
+        accounts = read_accounts(self._run_dir)
+        try:
+            accounts.write(self._run_dir)
+        except OSError as error:
+            self._events.emit(Notice(level="warning", text=f"{ACCOUNTS} cannot be written ({error.strerror})"))
+        self._terminal.add_row("accounts", accounts.text)
+        buffer, problems = self._controller.buffer, list(accounts.problems)
+        if accounts.trained != buffer.trained:
+            problems.append(f"the controller counts {buffer.trained} trained prompts, the journal {accounts.trained}")
+        if problems:
+            raise RunFailed(
+                f"the accounts of the run do not add up: {'; '.join(problems)} ({self._run_dir / ACCOUNTS})"
+            )
 
     def _restore(self) -> Restored | None:
         """What an earlier controller of this run has left; None if this is the first."""
