@@ -113,7 +113,10 @@ class RelayTier:
         """The next version into the master relay's store; its broadcast begins."""
         self.version += 1
         answer: WeightsPublished = await self.registry.ask(
-            TRAINER, PublishWeights(policy_version=self.version), WeightsPublished, START_LIMIT_S
+            TRAINER,
+            PublishWeights(order=self.version + 1, policy_version=self.version),
+            WeightsPublished,
+            START_LIMIT_S,
         )
         self.manager.published(self.version)
         return answer

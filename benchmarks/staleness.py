@@ -192,6 +192,7 @@ def train_step(sampler: PreTrainedModel, step: int, random: np.random.Generator)
     responses, logprobs = sample(sampler, prompts)
     number = len(prompts)
     return TrainStep(
+        order=step,
         step=step,
         part=0,
         mini_batches=MINI_BATCHES,

@@ -19,7 +19,11 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="run an experiment", description="Run an experiment on this machine.")
-    _config_arguments(train)
+    train.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="YAML file")
+    _override_argument(train, "trainer.steps=10")
+    train.add_argument(
+        "--resume", type=Path, metavar="RUN_DIR", help="go on with a run that has stopped, in place of CONFIG"
+    )
     train.add_argument("--run-dir", type=Path, help="run directory (default: runs/<name of the experiment>)")
     train.add_argument("--overwrite", action="store_true", help="replace a run directory that exists")
     train.set_defaults(function=_train)
@@ -103,8 +107,17 @@ def _simulate_arguments(to: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from laminar.launch.train import train
+    from laminar.launch.train import resume, train
 
+    if options.resume is not None:
+        wrong = {"CONFIG": options.config, "--run-dir": options.run_dir, "--overwrite": options.overwrite}
+        if given := [name for name, value in wrong.items() if value]:
+            raise UserError(
+                f"train --resume takes no {' and no '.join(given)}: the run's own config goes on; change keys by --set"
+            )
+        return resume(options.resume, options.overrides)
+    if options.config is None:
+        raise UserError("train: give a CONFIG, for example configs/quickstart.yaml, or --resume RUN_DIR")
     return train(options.config, options.overrides, run_dir=options.run_dir, overwrite=options.overwrite)
 
 

@@ -16,3 +16,7 @@ class RunFailed(Exception):
 
 class WorkerLost(RunFailed):
     """A worker process ended or fell silent while the run needed it."""
+
+
+class JournalStuck(RunFailed):
+    """The disk does not take the journal, so nobody may be told of anything new."""

@@ -199,6 +199,15 @@ class Trajectory:
         """Tokens from, to (not included) of everything that an environment wrote."""
         return ((turn.end, turn.observation_end) for turn in self.turns if turn.observation_end > turn.end)
 
+    def tail(self, start: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Token ids and logprobs from this number on (both [T - start]); costs what they are, not what came before."""
+        missing, first = self.num_tokens - start, len(self.token_ids)
+        while missing > 0:
+            first -= 1
+            missing -= len(self.token_ids[first])
+        token_ids, logprobs = _joined(self.token_ids[first:]), _joined(self.logprobs[first:])
+        return (token_ids[-missing:], logprobs[-missing:]) if missing else (token_ids, logprobs)
+
     def response_token_ids(self) -> NDArray[np.int32]:
         """All generated token ids, int32 [T]."""
         return _joined(self.token_ids) if self.token_ids else NO_TOKEN_IDS

@@ -164,7 +164,9 @@ class HandTrainer:
     clock: StateClock
     step: int = 3
     policy_version: int = 3
-    checkpoints: Checkpoints = field(default_factory=lambda: Checkpoints(None, None, Path("none"), limit_s=1.0))
+    checkpoints: Checkpoints = field(
+        default_factory=lambda: Checkpoints(None, None, Path("none"), run_id="r", limit_s=1.0)
+    )
 
 
 class HandView:

@@ -188,6 +188,12 @@ class ControllerConfig(Section):
     """Interval of heartbeats in both directions, in seconds."""
     silence_limit_s: Annotated[float, Field(gt=0)] = 60.0
     """A peer that is ready and has been silent for so long counts as lost, in seconds; one that is starting, after `start_timeout_s`."""
+    grace_s: Annotated[float, Field(ge=0)] = 120.0
+    """How long workers go on without a controller when its process has died, until another takes its place; then they end. Seconds."""
+    reattach_s: Annotated[float, Field(gt=0)] = 15.0
+    """How long that other controller waits for a worker to come back to it before it starts the worker anew, in seconds."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """How often `laminar train` starts the controller again, from its journal, when its process was killed."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest wait for all workers to be ready, in seconds."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 1800.0

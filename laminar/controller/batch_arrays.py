@@ -29,7 +29,14 @@ class BatchArrays:
         self._masked: list[tuple[int, int]] = []  # ranges of it that are 0
 
     def message(
-        self, groups: Sequence[Group], *, step: int, part: int, mini_batches: int, publish_version: int | None
+        self,
+        groups: Sequence[Group],
+        *,
+        order: int,
+        step: int,
+        part: int,
+        mini_batches: int,
+        publish_version: int | None,
     ) -> TrainStep:
         """Trajectories of a group stand together, in the order of `groups`; ends the use of the message before."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -43,6 +50,7 @@ class BatchArrays:
             self._masked = []
         pieces = [piece for t in trajectories for piece in (t.prompt.token_ids, *t.token_ids)]
         return TrainStep(
+            order=order,
             step=step,
             part=part,
             mini_batches=mini_batches,

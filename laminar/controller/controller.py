@@ -32,6 +32,8 @@ from laminar.controller.checkpoints import Checkpoints
 from laminar.controller.dynamic_sampling import DynamicSampling
 from laminar.controller.environment_manager import EnvironmentManager
 from laminar.controller.experience_buffer import ExperienceBuffer
+from laminar.controller.journal.journal import Journal, NoJournal
+from laminar.controller.journal.restore import Restored
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
 from laminar.controller.relay import MASTER, Relay, store_name
@@ -59,8 +61,9 @@ from laminar.observability.events import (
 )
 from laminar.protocol.channel import ControllerChannel
 from laminar.protocol.messages import Shutdown, Welcome, WorkerKind
-from laminar.trajectory import Trajectory, TrajectoryState
+from laminar.trajectory import Group, Trajectory, TrajectoryState
 
+LEASES_PER_LIFE = 1 << 32  # of one controller: the next one's are higher
 HISTORY = 1_000  # trajectories that the REPL can still show after they have left
 INVALID_GROUPS = 8  # dropped in a row for want of a reward: it is not the samples that are at fault, but the reward
 
@@ -79,6 +82,10 @@ class Controller:
         expected_workers: list[str],
         restart: Callable[[str, str], Awaitable[None]],
         version_bytes: int = 0,
+        hop_key: bytes | None = None,
+        journal: Journal | NoJournal | None = None,
+        restored: Restored | None = None,
+        patience_s: Callable[[str], float] = lambda name: 0.0,
         closed: Callable[[Worker, str], str] = lambda worker, reason: reason,
     ) -> None:
         """Make it inside the loop that will run it.
@@ -87,6 +94,10 @@ class Controller:
             restart: starts a lost worker anew, by its name ("rollout-3", "trainer" for all ranks, "relays" for
                 all that mpirun has started together) and the reason; raises WorkerLost if it cannot.
             version_bytes: of one weight version; 0 if that is not known before the trainer has loaded the model.
+            hop_key: secret of the run, the same for all controllers that it has; a new one if not given.
+            journal: where it writes down what the next controller must know.
+            restored: where an earlier controller of this run has left off.
+            patience_s: how long a worker that knew that one may take to come back, by its name; then it is started anew.
             closed: says why a worker's connection has closed, given what the channel says of it; empty if somebody else
                 tells the registry of the loss, and knows better.
         """
@@ -96,10 +107,14 @@ class Controller:
         self.run_dir = run_dir
         self.now = asyncio.get_running_loop().time
         self.started_at = self.now()
+        self._expected = expected_workers
         self.history: OrderedDict[str, Trajectory] = OrderedDict()
         self.control = RunControl()
         self._invalid_in_a_row = 0  # groups
-        self._hop_key = secrets.token_bytes(32)
+        self.journal = journal or NoJournal()
+        self._restored = restored
+        self._patience_s = patience_s
+        self._hop_key = hop_key or secrets.token_bytes(32)
         self._version_bytes = version_bytes
         schedule = make_schedule(config)
         limit_s = config.controller.step_timeout_s
@@ -112,20 +127,27 @@ class Controller:
             silence_limit_s=config.controller.silence_limit_s,
             start_limit_s=config.controller.start_timeout_s,
             closed=closed,
+            restored=restored is not None,
         )
         self.environments = EnvironmentManager(
             self.registry, events, config, on_scored=self._on_scored, restart=restart
         )
         sampling = DynamicSampling(config.algorithm.dynamic_sampling, groups_per_step=config.trainer.groups_per_step)
-        self.buffer = ExperienceBuffer(events, config.buffer, sampling, steps=config.trainer.steps)
-        self.pool = PartialResponsePool(mixes_versions=schedule.interrupts, multi_turn=config.environment.multi_turn)
+        self.buffer = ExperienceBuffer(events, config.buffer, sampling, steps=config.trainer.steps, restored=restored)
+        life = 0 if restored is None else restored.life
+        self.pool = PartialResponsePool(
+            mixes_versions=schedule.interrupts,
+            multi_turn=config.environment.multi_turn,
+            first_lease=1 + life * LEASES_PER_LIFE,
+        )
         self.prompts = PromptPool(
             self.environments.fetch_prompts,
             events,
             max_prompt_tokens=config.data.max_prompt_tokens,
             low_water=max(config.trainer.groups_per_step, groups_at_once(config)),
+            restored=restored,
         )
-        self.relays = RelayManager(self.registry, events, config)
+        self.relays = RelayManager(self.registry, events, config, restored=restored)
         self.relay_keeper = RelayKeeper(self.registry, events, self.relays, config, restart=restart)
         self.fleet = RolloutFleet(self.registry, events, self.relays, self.pool, config, restart=restart)
         self.rollouts = RolloutManager(
@@ -139,9 +161,10 @@ class Controller:
             schedule,
             self.control,
             config,
+            next_group=0 if restored is None else restored.next_group,
         )
         self.turns = Turns(self.environments, self.pool, self.fleet, events, config)
-        self.driver = RolloutDriver(self.rollouts, self.registry, events, limit_s=limit_s)
+        self.driver = RolloutDriver(self.rollouts, self.registry, events, self.journal, limit_s=limit_s)
         self.repacker = Repacker(self.rollouts, self.driver, self.registry, events, config.repack, limit_s=limit_s)
         self.trainer = TrainerDriver(
             self.registry,
@@ -150,11 +173,22 @@ class Controller:
             self.relays,
             schedule,
             self.control,
-            Checkpoints(self.registry, events, run_dir / "checkpoints", limit_s=limit_s),
+            Checkpoints(
+                self.registry,
+                events,
+                run_dir / "checkpoints",
+                run_id=run_id,
+                limit_s=limit_s,
+                newest=None if restored is None else restored.checkpoint,
+            ),
             config,
             data_ended=lambda: self.prompts.ended,
             describe_wait=self._describe_wait,
+            draw_again=self._draw_again,
             restart=restart,
+            journal=self.journal,
+            restored=restored,
+            patience_s=patience_s,
         )
         self.metrics = StepMetrics(
             events,
@@ -170,6 +204,9 @@ class Controller:
         events.subscribe(lambda event: self._remember(event.trajectory), TrajectoryStarted)
         events.subscribe(lambda event: self.environments.submit(event.trajectory), TrajectoryFinished)
         events.subscribe(lambda event: self._on_failed(event.trajectory), TrajectoryFailed)
+        self.journal.subscribe(events)
+        if restored is not None:
+            self._take_back(restored)
 
     async def run(
         self, launch: Callable[[], Awaitable[None]], services: Sequence[Callable[[], Awaitable[None]]] = ()
@@ -185,28 +222,69 @@ class Controller:
         """
         try:
             async with asyncio.TaskGroup() as group:
+                living: dict[asyncio.Task[None], None] = {}
                 background = [
                     group.create_task(self.registry.receive_forever(), name="receive messages"),
                     group.create_task(self.registry.heartbeat_forever(), name="heartbeats"),
                     group.create_task(self.relay_keeper.keep_forever(), name="relay keeper"),
+                    group.create_task(self.journal.keep_forever(self.pool), name="journal"),
                     *(group.create_task(_service(service), name=service.__qualname__) for service in services),
                 ]
+                if self._restored is not None:
+                    background += self._start_drivers(group, living)
+                    self._await_back(self._restored)
                 await launch()
-                ready = group.create_task(
-                    self.registry.wait_until_ready(self.config.controller.start_timeout_s), name="wait for workers"
-                )
-                stopped = group.create_task(self.control.stop_requested.wait(), name="wait for a stop")
-                await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)
-                living: dict[asyncio.Task[None], None] = {}
-                if ready.done():
+                if self._restored is not None:
+                    await self.trainer.run()
+                elif await self._all_ready(group):
                     background += self._start_drivers(group, living)
                     await self.trainer.run()
-                for task in (*background, *living, ready, stopped):
+                for task in (*background, *living):
                     task.cancel()
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
         finally:
             await self.registry.send_all(Shutdown(reason="the run has ended"))
+            self.journal.note_tails(self.pool)
+
+    async def _all_ready(self, group: asyncio.TaskGroup) -> bool:
+        """Wait until all workers are; false if the run was stopped before."""
+        ready = group.create_task(
+            self.registry.wait_until_ready(self.config.controller.start_timeout_s), name="wait for workers"
+        )
+        stopped = group.create_task(self.control.stop_requested.wait(), name="wait for a stop")
+        await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)
+        come = ready.done()
+        for task in (ready, stopped):
+            task.cancel()
+        return come
+
+    def _take_back(self, restored: Restored) -> None:
+        """What an earlier controller has left, into the parts that hold it."""
+        self.journal.knows(restored)
+        for group in restored.outstanding:
+            for trajectory in group.trajectories:
+                self._remember(trajectory)
+                if trajectory.finish_reason is None:
+                    self.pool.take_back(trajectory)
+                elif trajectory.state is TrajectoryState.FINISHED:
+                    self.environments.submit(trajectory)
+
+    def _await_back(self, restored: Restored) -> None:
+        """Every worker may have lived through the change of controllers."""
+        workers = list(self._expected)
+        self.fleet.take_back(self.pool, restored.rollouts, self._patience_s)
+        for trajectory in self.pool:
+            if trajectory.state is TrajectoryState.ENVIRONMENT:
+                self.turns.ask_again(trajectory)
+        self.relay_keeper.await_back(self._patience_s)
+        environments = [name for name in workers if name.startswith("environment-")]
+        self.environments.await_back(environments, self._patience_s)
+
+    def _draw_again(self, groups: list[Group]) -> None:
+        self.journal.note_again(groups)
+        self.buffer.forget(groups)
+        self.prompts.put_back(group.prompt for group in groups)
 
     def _start_drivers(
         self, group: asyncio.TaskGroup, living: dict[asyncio.Task[None], None]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +81,8 @@ class EnvironmentManager:
         self._desks: dict[str, _Desk] = {}  # workers that can take calls, or have some
         self._free: deque[str] = deque()  # a worker's name for each of its free slots
         self._replacing: dict[str, None] = {}
+        self._awaited: Sequence[str] = ()  # workers that an earlier controller knew
+        self._patience_s: Callable[[str], float] = lambda name: 0.0  # for them to come back
         self._replacements: asyncio.TaskGroup | None = None  # there once the run has begun
         self._due = asyncio.Event()
         self._now = asyncio.get_running_loop().time
@@ -182,11 +184,15 @@ class EnvironmentManager:
         Consumes the queue of calls, waits for free slots, unblocks whoever made a call.
         """
         for name in self._registry.names("environment"):
-            self._desks[name] = _Desk()
+            if name not in self._awaited:
+                self._desks[name] = _Desk()
         for _ in range(self._slots):  # in turn, so that calls spread over the workers
             self._free.extend(self._desks)
         async with asyncio.TaskGroup() as replacements:
             self._replacements = replacements
+            for name in self._awaited:
+                self._replacing[name] = None
+                replacements.create_task(self._await_back(name), name=f"await {name}")
             while True:
                 await self._due.wait()
                 self._due.clear()
@@ -213,6 +219,18 @@ class EnvironmentManager:
             self._free.appendleft(name)
             return self._calls.popleft(), name
         return None
+
+    def await_back(self, names: Sequence[str], patience_s: Callable[[str], float]) -> None:
+        """Before `serve_forever`: an earlier controller knew these workers; who is not back in time is replaced."""
+        self._awaited, self._patience_s = names, patience_s
+
+    async def _await_back(self, name: str) -> None:
+        try:
+            await self._registry.wait_until_ready(self._patience_s(name), [name])
+        except (WorkerLost, RunFailed) as error:
+            await self._replace_worker(name, f"it has not come back: {error}")
+        else:
+            self._is_back(name)
 
     async def watch_forever(self) -> None:
         """Give up workers that have not answered a call within its limit."""
@@ -303,6 +321,9 @@ class EnvironmentManager:
                 if attempt == REPLACE_ATTEMPTS - 1:
                     raise
                 reason = str(error)
+        self._is_back(name)
+
+    def _is_back(self, name: str) -> None:
         del self._replacing[name]
         if name in self._registry.workers:
             self._desks[name] = _Desk()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from laminar.config.schema import BufferConfig
 from laminar.controller.buffer_strategies import evictions
 from laminar.controller.dynamic_sampling import DynamicSampling
+from laminar.controller.journal.restore import Restored
 from laminar.controller.schedules.schedule import ReadyGroup, Schedule
 from laminar.observability.events import EventBus, GroupCompleted, GroupDropped, GroupsReturned, Notice
 from laminar.trajectory import Group, TrajectoryState
@@ -20,14 +21,28 @@ from laminar.trajectory import Group, TrajectoryState
 class ExperienceBuffer:
     """Groups by state; `changed` is set whenever a batch may have become possible."""
 
-    def __init__(self, events: EventBus, config: BufferConfig, sampling: DynamicSampling, *, steps: int) -> None:
-        """`steps`: that the run is to make."""
-        self.admitted = 0  # ever, less the dropped ones
-        self.dropped = 0
-        self.resampled = 0  # those of them that dynamic sampling has refused
-        self.trained = 0
-        self.taken = 0  # by the step in the making
-        self.steps_left = steps
+    def __init__(
+        self,
+        events: EventBus,
+        config: BufferConfig,
+        sampling: DynamicSampling,
+        *,
+        steps: int,
+        restored: Restored | None = None,
+    ) -> None:
+        """
+        Args:
+            steps: that the run is to make.
+            restored: what an earlier controller of this run has left.
+        """
+        before = restored or Restored(life=0)
+        self.dropped = before.dropped
+        self.resampled = before.filtered  # those of them that dynamic sampling has refused
+        self.trained = before.trained
+        self.taken = len(before.in_training)  # by the step in the making
+        # Ever, less the dropped ones.
+        self.admitted = len(before.outstanding) + self.taken + self.trained + before.left
+        self.steps_left = steps - before.step
         self.changed = asyncio.Event()
         self._events = events
         self._config = config
@@ -36,6 +51,11 @@ class ExperienceBuffer:
         self._outstanding: dict[int, Group] = {}  # admitted, not trained or dropped
         self._ready: dict[int, ReadyGroup] = {}  # those of them that are complete
         self._versions: dict[int, int] = {}  # outstanding group -> version
+        for group in before.outstanding:
+            self._outstanding[group.group_id] = group
+            self._versions[group.group_id] = _version(group)
+            if all(trajectory.state is TrajectoryState.BUFFERED for trajectory in group.trajectories):
+                self._make_ready(group)
 
     def __len__(self) -> int:
         return len(self._ready)
@@ -180,6 +200,11 @@ class ExperienceBuffer:
             self._make_ready(group)
         self._events.emit(GroupsReturned(groups=groups))
         self.changed.set()
+
+    def forget(self, groups: list[Group]) -> None:
+        """The steps that consumed them are lost, and nothing is left but their prompts, which are drawn again."""
+        self.trained -= len(groups)
+        self.admitted -= len(groups)
 
     def _make_ready(self, group: Group) -> None:
         self._completed += 1

@@ -20,11 +20,12 @@ from laminar.trajectory import Trajectory, TrajectoryState
 class PartialResponsePool:
     """Leases trajectories to rollouts, takes in their deltas, and keeps those whose rollout is gone."""
 
-    def __init__(self, *, mixes_versions: bool = False, multi_turn: bool = False) -> None:
+    def __init__(self, *, mixes_versions: bool = False, multi_turn: bool = False, first_lease: int = 1) -> None:
         """
         Args:
             mixes_versions: a trajectory may go on with another version than it started with (schedule `partial`).
             multi_turn: an environment answers what ends with finish reason "stop".
+            first_lease: higher than all that earlier controllers of this run have given.
         """
         self.late_tokens = 0  # dropped: their lease was old, or they had been taken in already
         self.orphans: dict[str, Trajectory] = {}
@@ -33,6 +34,7 @@ class PartialResponsePool:
         self._trajectories: dict[str, Trajectory] = {}
         self._destined: dict[str, dict[str, Trajectory]] = {}  # by rollout
         self._in_environment: dict[str, dict[str, Trajectory]] = {}  # by the rollout that they come back to
+        self._first_lease = first_lease
 
     def __len__(self) -> int:
         return len(self._trajectories)
@@ -63,7 +65,7 @@ class PartialResponsePool:
         if not trajectory.versions or trajectory.versions[-1][0] != policy_version:
             trajectory.versions.append((policy_version, trajectory.num_tokens))
         trajectory.move_to(TrajectoryState.GENERATING)
-        trajectory.lease += 1
+        trajectory.lease = max(trajectory.lease + 1, self._first_lease)
         trajectory.rollout = rollout
         self._trajectories[trajectory.trajectory_id] = trajectory
 
@@ -94,14 +96,15 @@ class PartialResponsePool:
         ):
             begin, end = end, end + count
             trajectory = trajectories.get(trajectory_id)
-            if (
-                trajectory is None
-                or trajectory.lease != lease
-                or trajectory.state is not generating
-                or start < trajectory.num_tokens
-            ):
+            if trajectory is None or trajectory.lease != lease or trajectory.state is not generating:
                 self.late_tokens += count
                 continue
+            known = trajectory.num_tokens - start
+            if known > 0:  # sent again: by a network, or to a controller that took another's place
+                self.late_tokens += min(known, count)
+                if known > count or (known == count and finish_reason is None):
+                    continue
+                start, begin = trajectory.num_tokens, begin + known
             if start > trajectory.num_tokens or message.policy_version != trajectory.versions[-1][0]:
                 raise RunFailed(_misfit(trajectory, start, message.policy_version))
             if not finite and not np.isfinite(logprobs[begin:end]).all():
@@ -138,6 +141,16 @@ class PartialResponsePool:
         self._undestine(trajectory)
         trajectory.rollout = rollout or None
         self._in_environment.setdefault(rollout, {})[trajectory.trajectory_id] = trajectory
+
+    def take_back(self, trajectory: Trajectory) -> None:
+        """One that an earlier controller knew: on its rollout, if that comes back, or an orphan."""
+        self._trajectories[trajectory.trajectory_id] = trajectory
+        if trajectory.state is TrajectoryState.ORPHANED:
+            self.orphans[trajectory.trajectory_id] = trajectory
+        elif (
+            trajectory.state is TrajectoryState.ENVIRONMENT
+        ):  # it comes back to nobody, unless its rollout comes back first
+            self._in_environment.setdefault("", {})[trajectory.trajectory_id] = trajectory
 
     def orphan(self, trajectory: Trajectory) -> None:
         """Its rollout is gone: whoever serves its version may go on with it."""

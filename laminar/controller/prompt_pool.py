@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
+from laminar.controller.journal.restore import Restored
 from laminar.errors import UserError
 from laminar.observability.events import EventBus, PromptRejected
 from laminar.protocol.messages import PromptsFetched
@@ -21,15 +22,25 @@ Fetch = Callable[[int, int], Awaitable[PromptsFetched]]
 class PromptPool:
     """Keeps at least `low_water` prompts at hand while the data lasts."""
 
-    def __init__(self, fetch: Fetch, events: EventBus, *, max_prompt_tokens: int, low_water: int) -> None:
-        self.cursor = 0  # next position to fetch
-        self.rejected = 0
+    def __init__(
+        self,
+        fetch: Fetch,
+        events: EventBus,
+        *,
+        max_prompt_tokens: int,
+        low_water: int,
+        restored: Restored | None = None,
+    ) -> None:
+        """`restored`: how far an earlier controller of this run has come; what it had fetched is fetched again."""
+        self.cursor = 0 if restored is None else restored.cursor  # next position to fetch
+        self._rejected_before = {} if restored is None else restored.rejected  # these have been told of
+        self.rejected = sum(prompt_id < self.cursor for prompt_id in self._rejected_before)
         self.exhausted = False
         self._fetch = fetch
         self._events = events
         self._max_prompt_tokens = max_prompt_tokens
         self._low_water = low_water
-        self._prompts: deque[Prompt] = deque()
+        self._prompts: deque[Prompt] = deque(() if restored is None else restored.again.values())
         self._taken = asyncio.Event()
         self._taken.set()
         self.on_filled: Callable[[], None] = lambda: None
@@ -48,6 +59,11 @@ class PromptPool:
             return None
         self._taken.set()
         return self._prompts.popleft()
+
+    def put_back(self, prompts: Iterable[Prompt]) -> None:
+        """Nothing is left of the groups that they were drawn for: they are the next to be drawn."""
+        self._prompts.extendleft(reversed(list(prompts)))
+        self.on_filled()
 
     async def fill_forever(self) -> None:
         """Fetch whenever fewer than `low_water` prompts are left, until the data ends.
@@ -84,6 +100,8 @@ class PromptPool:
                 )
                 continue
             self.rejected += 1
+            if record.prompt_id in self._rejected_before:
+                continue
             reason = f"{length} tokens, data.max_prompt_tokens is {self._max_prompt_tokens}" if length else "no tokens"
             self._events.emit(PromptRejected(prompt_id=record.prompt_id, source=record.source, reason=reason))
         self.on_filled()

@@ -19,6 +19,7 @@ from typing import Literal
 
 from laminar.protocol.messages import Carry, CarryFailed, CarryProgress, HopFailed, HopOrder, WeightsStored
 
+NUMBERS_PER_LIFE = 1 << 32  # of one controller
 HOP_ATTEMPTS = 3  # between the same two members; then the downstream one is left out
 
 Orders = list[tuple[str, Carry]]
@@ -35,11 +36,12 @@ class Node:
 
 
 class Numbers:
-    """Numbers that grow over all broadcasts of a run."""
+    """Numbers that grow over all broadcasts of a run, whichever controller starts them."""
 
-    def __init__(self) -> None:
-        self.order = count(1)
-        self.epoch = count(1)
+    def __init__(self, *, life: int = 0) -> None:
+        """`life`: controllers that the run has had before."""
+        self.order = count(1 + life * NUMBERS_PER_LIFE)
+        self.epoch = count(1 + life * NUMBERS_PER_LIFE)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,6 +7,7 @@ Nobody waits for it: the chain is mended without, and rollouts pull what its hos
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -40,6 +41,8 @@ class RelayKeeper:
         self._tier = [f"relay-{rank}" for rank in range(config.relay.count)]
         self._max_restarts = config.relay.restarts
         self._limit_s = config.controller.start_timeout_s
+        self._awaited: dict[str, str] = {}  # may come by themselves, within
+        self._patience_s: Callable[[str], float] = lambda name: 0.0
         self._by_hand = config.launch.relays == "manual"  # whoever started them brings them back (relays.sh)
         self._due = asyncio.Event()
         self._lost: dict[str, str] = {}  # to be brought back -> why
@@ -55,6 +58,13 @@ class RelayKeeper:
     def tier_lost(self, reason: str) -> None:
         """What keeps the relays together (mpirun) has ended, and they end with it."""
         self._tier_lost = reason
+        self._due.set()
+
+    def await_back(self, patience_s: Callable[[str], float]) -> None:
+        """An earlier controller knew all relays: who is not back within the time is started anew."""
+        self._were_ready = dict.fromkeys(self._tier)
+        self._lost = dict.fromkeys(self._tier, "it has not come back to the new controller")
+        self._awaited, self._patience_s = dict(self._lost), patience_s
         self._due.set()
 
     async def keep_forever(self) -> None:
@@ -93,6 +103,9 @@ class RelayKeeper:
         self._due.set()  # one may have been lost meanwhile
 
     async def _bring_back(self, what: str, names: list[str], reason: str) -> None:
+        if self._awaited.pop(what, ""):
+            with contextlib.suppress(WorkerLost, RunFailed):
+                await self._registry.wait_until_ready(self._patience_s(what), names)
         while self._registry.missing(names):
             if self._restarts[what] >= self._max_restarts:
                 self._go_on_without(what, reason)

@@ -16,6 +16,7 @@ from typing import Any
 
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.chunk_size import MIB, best_chunk_bytes
+from laminar.controller.journal.restore import Restored
 from laminar.controller.relay import MASTER, Relay
 from laminar.controller.relay_chain import Node, Numbers, Orders, RelayChain
 from laminar.controller.worker_registry import Worker, WorkerRegistry
@@ -39,18 +40,26 @@ TRAINER = "trainer-0"  # the rank that publishes
 class RelayManager:
     """Owns the chain: starts broadcasts one after another, and tells who listens when a relay has a version."""
 
-    def __init__(self, registry: WorkerRegistry, events: EventBus, config: ExperimentConfig) -> None:
+    def __init__(
+        self, registry: WorkerRegistry, events: EventBus, config: ExperimentConfig, *, restored: Restored | None = None
+    ) -> None:
+        """`restored`: where an earlier controller of this run has left off."""
         self.relays = {
             rank: Relay(rank=rank, keep=config.relay.keep_versions) for rank in range(config.relay.count)
         }  # by rank; more may come
-        self.published_version = -1
+        self.published_version = -1 if restored is None else restored.policy_version
         self.chain: RelayChain | None = None  # of the broadcast under way
         self.broadcasts = 0
         self.on_change: Callable[[Relay], None] = lambda relay: None  # it holds other versions, has come or gone
         self._registry = registry
         self._events = events
         self._config = config.relay
-        self._numbers = Numbers()
+        self._numbers = Numbers(life=0 if restored is None else restored.life)
+        for name, host in ({} if restored is None else restored.hosts).items():
+            if name.startswith("relay-"):
+                rank = int(name.removeprefix("relay-"))
+                relay = self.relays.setdefault(rank, Relay(rank=rank, keep=config.relay.keep_versions))
+                relay.host = host
         self._due = asyncio.Event()  # there may be something to broadcast
         self._stirred = asyncio.Event()  # something happened to the broadcast under way
         self._orders: Orders = []  # to be sent
@@ -117,6 +126,19 @@ class RelayManager:
             master.store(version)
             self.on_change(master)
         self._due.set()
+
+    def trainer_holds(self, version: int) -> None:
+        """The trainer has come back to a new controller, with this version, the newest, in the file that it has written."""
+        self._trainer_version = version
+        self._due.set()
+
+    def anybody_holds(self, version: int) -> bool:
+        """Whether a relay is known to hold this version."""
+        return any(relay.holds(version) for relay in self.relays.values())
+
+    def knows_host(self, host: str) -> bool:
+        """Whether a relay lives there."""
+        return any(relay.host == host for relay in self.relays.values())
 
     def trainer_lost(self) -> None:
         """The trainer can send nothing any more."""

@@ -103,7 +103,7 @@ class Repacker:
         source, target = replicas.get(move.source), replicas.get(move.target)
         if source is None or target is None or source.policy_version != target.policy_version:
             return
-        if not source.in_flight or source.stopping_for is not None or target.stopping_for is not None:
+        if not source.in_flight or source.leasing or source.stopping_for is not None or target.stopping_for is not None:
             return
         started = asyncio.get_running_loop().time()
         moved = list(source.in_flight.values())

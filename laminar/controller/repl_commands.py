@@ -16,7 +16,7 @@ from laminar.controller.recent_results import RecentResults
 from laminar.controller.repl_answer import Answer, CommandError
 from laminar.controller.repl_fleet import add_rollouts, drain_rollout, remove_rollout
 from laminar.controller.repl_trajectory import trajectories, trajectory
-from laminar.controller.repl_views import buffer, fleet, relays, rollouts, status, trainer
+from laminar.controller.repl_views import accounts, buffer, fleet, relays, rollouts, status, trainer
 from laminar.controller.run_view import RunView
 from laminar.observability.plain_text import fields
 
@@ -153,6 +153,9 @@ COMMANDS: dict[str, Command] = {
         arguments="ROLLOUT",
         help="a rollout leaves now; what it has goes on elsewhere",
         function=lambda view, _, words: remove_rollout(view, words),
+    ),
+    "accounts": Command(
+        arguments="", help="what became of every prompt so far", function=lambda view, *_: accounts(view)
     ),
     "stop": Command(arguments="", help="end the run after the current step, with a checkpoint", function=_stop),
     "help": Command(arguments="", help="this list", function=_help),

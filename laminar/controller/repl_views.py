@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from laminar.controller.repl_answer import Answer, rows_as_text
+from laminar.controller.journal.accounts import read_accounts
+from laminar.controller.repl_answer import Answer, CommandError, rows_as_text
 from laminar.controller.replica import Replica
 from laminar.controller.run_view import RunView
+from laminar.errors import UserError
 from laminar.observability.plain_text import Cell, duration, fields, percent
 from laminar.trajectory import Group, TrajectoryState
 
@@ -256,3 +259,16 @@ def _needed(view: RunView) -> str:
 def _missing(view: RunView) -> str:
     missing = view.registry.missing()
     return f"waiting for {', '.join(missing)}" if missing else "all workers are ready"
+
+
+def accounts(view: RunView) -> Answer:
+    """What became of every prompt, by the journal."""
+    try:
+        found = read_accounts(view.run_dir)
+    except UserError as error:
+        raise CommandError(str(error)) from error
+    rows = [(name.replace("_", " "), str(value)) for name, value in asdict(found).items() if isinstance(value, int)]
+    rows += [(reason, str(count)) for reason, count in found.reasons.items()]
+    return Answer(
+        text=fields([*rows, ("sums", "right" if not found.problems else "; ".join(found.problems))]), data=asdict(found)
+    )

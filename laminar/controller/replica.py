@@ -26,6 +26,7 @@ class Replica:
     to_abort: list[str] = field(default_factory=list)  # trajectories that nobody wants any more
     kv_to_drop: list[str] = field(default_factory=list)  # exports in its host's memory that nobody will import
     exporters_gone: list[str] = field(default_factory=list)  # rollouts of its host that do not come back
+    leasing: bool = False  # it is about to be told of trajectories that are leased to it
     stopping_for: str | None = None  # it was told to stop all; they go on at this rollout (itself under `partial`)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)  # set when all have stopped, or it was lost
     leaving: bool = False  # it gets nothing new, and goes when it has nothing left

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 
+from laminar.controller.journal.journal import Journal, NoJournal
 from laminar.controller.relay import store_name
 from laminar.controller.replica import Replica
 from laminar.controller.rollout_manager import RolloutManager
 from laminar.controller.worker_registry import WorkerRegistry
-from laminar.errors import RunFailed, WorkerLost
+from laminar.errors import JournalStuck, RunFailed, WorkerLost
 from laminar.observability.events import EventBus, Notice, WeightsPulled
 from laminar.protocol import messages
 
@@ -28,8 +29,17 @@ LONGEST_WATCH_S = 10.0  # between two looks; so much later than its limit silenc
 class RolloutDriver:
     """The life of a rollout, step by step."""
 
-    def __init__(self, manager: RolloutManager, registry: WorkerRegistry, events: EventBus, *, limit_s: float) -> None:
+    def __init__(
+        self,
+        manager: RolloutManager,
+        registry: WorkerRegistry,
+        events: EventBus,
+        journal: Journal | NoJournal,
+        *,
+        limit_s: float,
+    ) -> None:
         """`limit_s`: longest time without a token, and for a pull or a stop; then the rollout counts as lost."""
+        self._journal = journal
         self._manager = manager
         self._registry = registry
         self._events = events
@@ -42,6 +52,8 @@ class RolloutDriver:
                 await self._turn(replica)
         except WorkerLost:
             return  # the rollout manager knows, and has taken its trajectories back
+        except JournalStuck:
+            raise
         except RunFailed as error:
             if replica.name not in self._registry.workers:
                 raise
@@ -162,4 +174,7 @@ class RolloutDriver:
         assignments = self._manager.assignments(replica)
         if assignments:
             replica.clock.enter("generating")
+            replica.leasing = True
+            await self._journal.written()
+            replica.leasing = False
             await self._registry.send(replica.name, messages.Generate(assignments=assignments))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from laminar.config.schema import ExperimentConfig
@@ -29,8 +29,8 @@ from laminar.observability.events import (
     TrajectoryOrphaned,
     WorkerReplaced,
 )
-from laminar.protocol.messages import Leaving
-from laminar.trajectory import Trajectory
+from laminar.protocol.messages import Leaving, RolloutJoined
+from laminar.trajectory import Trajectory, TrajectoryState
 
 Restart = Callable[[str, str], Awaitable[None]]
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
@@ -77,6 +77,10 @@ class RolloutFleet:
         self._without_relay: dict[str, Worker] = {}  # ready, and no relay is on their host yet
         self._by_relay: dict[int, dict[str, Replica]] = {}  # rollouts that are there
         self._came = asyncio.Event()  # a rollout is there
+        # Rollouts that an earlier controller knew, until they come back or are given up, with what they hold by the journal.
+        self._awaited: dict[str, dict[str, Trajectory]] = {}
+        self._homes: dict[str, list[Trajectory]] = {}  # by such a rollout: what environments had of it then
+        self._joined: dict[str, RolloutJoined] = {}  # what those say that they hold
         self._spawn: Spawn | None = None
         self._lives: Sequence[Live] = ()
         self._now = asyncio.get_running_loop().time
@@ -87,6 +91,7 @@ class RolloutFleet:
         registry.on_ready("rollout", self._on_ready)
         registry.may_join("rollout", self.health.refusal)
         registry.handle(Leaving, self._on_leaving)
+        registry.handle(RolloutJoined, self._on_joined)
 
     def start(self, spawn: Spawn, lives: Sequence[Live]) -> None:
         """Take all ready rollouts in, now and later.
@@ -119,6 +124,82 @@ class RolloutFleet:
     def begun(self) -> bool:
         """Whether all rollouts of the config have been ready, so that others may come and any may leave."""
         return self._spawn is not None
+
+    # ------------------------------------------------------------ taken over from another controller
+
+    def take_back(
+        self, trajectories: Iterable[Trajectory], members: Mapping[str, str], patience_s: Callable[[str], float]
+    ) -> None:
+        """After `start`: rollouts, with these trajectories, were there under an earlier controller.
+
+        Args:
+            trajectories: in progress; `rollout` says who had them, in the pool or with an environment.
+            members: health of the rollouts that have joined or left since the config was written, by name.
+            patience_s: how long each may take to come back; then it is started anew.
+        """
+        assert self._spawn is not None
+        for name, health in members.items():
+            if health in (Health.LEFT.value, Health.EVICTED.value):
+                self.health.left(name, self._now(), "it had left before the controller was started again")
+                self._registry.dismiss(name)
+            elif self.health.health(name) is Health.LEFT:
+                self.health.starts(name, self._now())
+                self._registry.expect_worker(name)
+        self._awaited = {name: {} for name, member in self.health.members.items() if member.health is Health.STARTING}
+        for trajectory in trajectories:
+            mine = self._awaited.get(trajectory.rollout or "")
+            if trajectory.state is TrajectoryState.ENVIRONMENT:
+                self._homes.setdefault(trajectory.rollout or "", []).append(trajectory)
+                trajectory.rollout = None  # it comes back as an orphan, unless its rollout is back by then
+            elif mine is not None:
+                mine[trajectory.trajectory_id] = trajectory
+            elif trajectory.state is TrajectoryState.GENERATING:
+                self.orphan(trajectory)
+        for name in self._awaited:
+            self._restarting[name] = self._spawn(self._await_back(name, patience_s(name)), f"await {name}")
+
+    async def _await_back(self, name: str, patience_s: float) -> None:
+        mine = asyncio.current_task()
+        try:
+            await self._registry.wait_until_ready(patience_s, [name])
+        except (WorkerLost, RunFailed) as error:
+            if self._restarting.get(name) is not mine:
+                return
+            reason = f"it has not come back to the new controller: {error}"
+            trajectories = len(self._awaited.get(name, {}))
+            self._settle(name)
+            self._events.emit(RolloutLost(rollout=name, reason=reason, trajectories=trajectories))
+            del self._restarting[name]
+            self._failed(name, self.health.members[name].host, reason)
+
+    def _settle(self, name: str) -> None:
+        """What this rollout held and does not hold any more goes on elsewhere."""
+        for trajectory in self._awaited.pop(name, {}).values():
+            if self._pool.get(trajectory.trajectory_id) is trajectory:  # else its group was dropped meanwhile
+                self.orphan(trajectory)
+
+    def _on_joined(self, worker: Worker, message: RolloutJoined) -> None:
+        self._joined[worker.name] = message
+
+    def _claim(self, replica: Replica) -> None:
+        """It has come back to a new controller: what it holds, by its own word and the journal's, it goes on with."""
+        held = self._joined.pop(replica.name, None)
+        awaited = self._awaited.get(replica.name, {})
+        if held is not None:
+            replica.policy_version = held.policy_version
+            if held.policy_version >= 0:
+                self.health.serves(replica.name, self._now())
+            for trajectory_id, lease in zip(held.trajectory_ids, held.leases, strict=True):
+                trajectory = awaited.get(trajectory_id)
+                if trajectory is None or self._pool.get(trajectory_id) is not trajectory:
+                    replica.to_abort.append(trajectory_id)
+                elif trajectory.lease == lease:
+                    replica.in_flight[trajectory_id] = awaited.pop(trajectory_id)
+            for trajectory in self._homes.pop(replica.name, []):
+                at_environment = trajectory.state is TrajectoryState.ENVIRONMENT and trajectory.rollout is None
+                if at_environment and held.policy_version == trajectory.policy_version:
+                    self._pool.rehome(trajectory, replica.name)
+        self._settle(replica.name)
 
     # ------------------------------------------------------------ what they serve
 
@@ -204,6 +285,7 @@ class RolloutFleet:
             clock=StateClock("weights", self._now),
             last_token_at=self._now(),
         )
+        self._claim(replica)
         self.replicas[replica.name] = replica
         self.serving[replica.policy_version] += 1
         self.relay_of[replica.name] = replica.relay
@@ -227,6 +309,7 @@ class RolloutFleet:
             self._registry.dismiss(name)  # nobody has counted on it
             return
         self._without_relay.pop(name, None)
+        self._joined.pop(name, None)
         replica = self.replicas.get(name)
         trajectories = 0 if replica is None else self._take_out(replica)
         self._events.emit(RolloutLost(rollout=name, reason=reason, trajectories=trajectories))

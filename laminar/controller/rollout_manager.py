@@ -52,7 +52,10 @@ class RolloutManager:
         schedule: Schedule,
         control: RunControl,
         config: ExperimentConfig,
+        *,
+        next_group: int = 0,
     ) -> None:
+        """`next_group`: after those of earlier controllers of this run."""
         self.fleet = fleet
         self.pool = pool
         self.relays = relays
@@ -67,7 +70,7 @@ class RolloutManager:
         self._max_response_tokens = config.rollout.max_response_tokens
         self._regenerate = config.rollout.on_lost_version == "regenerate"
         self._seed = config.seed
-        self._next_group = 0
+        self._next_group = next_group
         self._rescuers: dict[int, str] = {}  # version of orphans -> rollout that takes it to go on with them
         self._now = asyncio.get_running_loop().time
         registry.handle(messages.TrajectoryDeltas, self._on_deltas)

@@ -18,10 +18,13 @@ from laminar.config.schema import ExperimentConfig
 from laminar.controller.batch_arrays import BatchArrays
 from laminar.controller.checkpoints import Checkpoints
 from laminar.controller.experience_buffer import ExperienceBuffer
+from laminar.controller.journal.journal import Journal, NoJournal
+from laminar.controller.journal.restore import Restored
 from laminar.controller.relay_manager import RelayManager
 from laminar.controller.run_control import RunControl
 from laminar.controller.schedules.schedule import Schedule
 from laminar.controller.state_clock import StateClock
+from laminar.controller.trainer_orders import TrainerOrders
 from laminar.controller.waiting import discard, within
 from laminar.controller.worker_registry import Worker, WorkerRegistry
 from laminar.errors import RunFailed, WorkerLost
@@ -55,11 +58,21 @@ class TrainerDriver:
         *,
         data_ended: Callable[[], bool],
         describe_wait: Callable[[], str],
+        draw_again: Callable[[list[Group]], None],
         restart: Callable[[str, str], Awaitable[None]],
+        journal: Journal | NoJournal,
+        restored: Restored | None,
+        patience_s: Callable[[str], float],
     ) -> None:
-        """`restart("trainer", reason)` starts all ranks anew, or raises WorkerLost if it cannot."""
-        self.step = 0
-        self.policy_version = -1
+        """
+        Args:
+            draw_again: takes groups that are to be trained (again), and of which nothing but the prompt is left.
+            restart: `restart("trainer", reason)` starts all ranks anew, or raises WorkerLost if it cannot.
+            restored: where an earlier controller of this run has left the trainer.
+            patience_s: how long that trainer may take to come back.
+        """
+        self.step = 0 if restored is None else restored.step
+        self.policy_version = -1 if restored is None else restored.policy_version
         self.clock = StateClock("starting", asyncio.get_running_loop().time)
         self.checkpoints = checkpoints
         self._registry = registry
@@ -78,17 +91,22 @@ class TrainerDriver:
         self._ranks = [f"trainer-{rank}" for rank in range(config.trainer.ranks)]
         self._data_ended = data_ended
         self._describe_wait = describe_wait
+        self._draw_again = draw_again
         self._restart = restart
         self._publishing: asyncio.Future[messages.WeightsPublished] | None = None
-        self._issued = -1  # newest version that a rank was ever told to publish
+        self._orders = TrainerOrders(registry, journal, restored)
+        self._to_take_up = restored is not None  # it has had a controller before
+        self._patience_s = patience_s
         self._lost = ""  # why a rank is gone
         self._to_start_anew = False
         self._restarts = 0  # since the last step
         self._max_restarts = config.trainer.restarts
         self._steps_lost = 0
         self._batch_arrays = BatchArrays()
-        self._in_training: list[Group] = []  # the parts so far of the step that is being made
-        self._since_checkpoint: list[list[Group]] = []  # per step, what it consumed
+        # The parts so far of the step that is being made; per step since the checkpoint, what it consumed.
+        self._in_training: list[Group] = [] if restored is None else list(restored.in_training)
+        self._since_checkpoint: list[list[Group]] = [] if restored is None else list(restored.since_checkpoint)
+        self._parts_made = 0 if restored is None else restored.parts_made  # of that step, by an earlier controller
         control.on_change.append(buffer.changed.set)
         registry.on_lost("trainer", self._on_lost)
 
@@ -102,6 +120,8 @@ class TrainerDriver:
         done = False
         while not done:
             try:
+                if self._to_take_up:
+                    await self._take_up()
                 if self._to_start_anew:
                     await self._start_anew(self._lost)
                 done = await self._go_on()
@@ -113,6 +133,13 @@ class TrainerDriver:
 
     async def _go_on(self) -> bool:
         """All that is left to do; true when the run is to end."""
+        unanswered = self._orders.unanswered
+        if unanswered is not None and unanswered.kind == "publish":
+            await self._publish(unanswered.policy_version or 0)
+            if self._drop_stale:  # the ranks may have been started anew just before
+                self._buffer.drop_stale(self._schedule, self.policy_version)
+        elif unanswered is not None and unanswered.kind == "save":
+            await self._checkpoint()
         if self.policy_version < 0:
             await self._publish(0)
         while self.step < self._steps and await self._make_step():
@@ -124,14 +151,15 @@ class TrainerDriver:
     async def _publish(self, version: int) -> None:
         """The current weights, as this version."""
         self.clock.enter("publishing")
-        self._issued = max(self._issued, version)
-        message = messages.PublishWeights(policy_version=version)
+        order = await self._orders.publish(self.step, version)
+        message = messages.PublishWeights(order=order.number, policy_version=version)
         for rank in self._ranks[1:]:
             await self._registry.send(rank, message)
         published = self._expect_publish(version)
         try:
             await self._registry.send(LEADER, message)
             await self._wait_for_publish(published, version)
+            self._orders.answered(order)
         finally:
             discard(published)
 
@@ -162,15 +190,17 @@ class TrainerDriver:
         """Train one step on the parts that its schedule selects; false when the run should end."""
         step = self.step + 1
         metrics: Counter[str] = Counter()
-        train_s, parts = 0.0, 0
+        train_s, first = 0.0, self._parts_made
+        parts, self._parts_made = first, 0
         while parts < self._schedule.parts:
-            groups = await self._next_batch(parts)
+            last = parts == self._schedule.parts - 1
+            groups, version = self._unanswered_batch(step, parts)
+            if not groups:
+                groups = await self._next_batch(parts) or []
+                version = self._orders.issued + 1 if last else None
+                self._in_training += groups
             if not groups:
                 break
-            self._in_training += groups
-            last = parts == self._schedule.parts - 1
-            version = self._issued + 1 if last else None
-            self._issued = version or self._issued
             answer = await self._train(groups, step=step, part=parts, publish_version=version)
             train_s += answer.seconds
             metrics.update(answer.metrics)
@@ -179,11 +209,20 @@ class TrainerDriver:
             return False
         short = parts < self._schedule.parts
         if short:  # the data ended within the step, the run is to end, or the newest version was lost
-            await self._publish(self._issued + 1)
-        self._finish_step(step, train_s, {name: value / parts for name, value in metrics.items()})
+            await self._publish(self._orders.issued + 1)
+        made = max(1, parts - first)
+        self._finish_step(step, train_s, {name: value / made for name, value in metrics.items()})
         if short and self._drop_stale and not self._control.stop_requested.is_set():
             self._buffer.drop_stale(self._schedule, self.policy_version)
         return True
+
+    def _unanswered_batch(self, step: int, part: int) -> tuple[list[Group], int | None]:
+        """What an earlier controller has had trained as this part, and may not have heard of; and the version."""
+        order = self._orders.unanswered
+        if order is None or (order.kind, order.step, order.part) != ("train", step, part):
+            return [], None
+        by_id = {group.group_id: group for group in self._in_training}
+        return [by_id[group_id] for group_id in order.group_ids], order.policy_version
 
     def _finish_step(self, step: int, train_s: float, metrics: dict[str, float]) -> None:
         groups, self._in_training = self._in_training, []
@@ -260,8 +299,10 @@ class TrainerDriver:
     ) -> messages.StepTrained:
         self.clock.enter("training")
         self._events.emit(StepStarted(step=step, groups=len(groups)))
+        order = await self._orders.train(step, part, publish_version, groups)
         message = self._batch_arrays.message(
             groups,
+            order=order.number,
             step=step,
             part=part,
             mini_batches=self._mini_batches // self._schedule.parts,
@@ -278,6 +319,7 @@ class TrainerDriver:
             )
             if publish_version is not None:
                 await self._wait_for_publish(published, publish_version)
+            self._orders.answered(order)
         finally:
             discard(published)
         trained: messages.StepTrained = answers[0]
@@ -286,8 +328,29 @@ class TrainerDriver:
     async def _checkpoint(self) -> None:
         """Write a checkpoint of the current step; a failure is told, and the run goes on."""
         self.clock.enter("checkpointing")
-        if await self.checkpoints.save(self._ranks, step=self.step, policy_version=self.policy_version):
+        if await self.checkpoints.save(self._orders, self._ranks, step=self.step, policy_version=self.policy_version):
             self._since_checkpoint.clear()
+
+    # ------------------------------------------------------------ taking another controller's place
+
+    async def _take_up(self) -> None:
+        """Go on with the ranks that an earlier controller drove, or with fresh ones from the newest checkpoint."""
+        self.clock.enter("restarting")
+        try:
+            await self._registry.wait_until_ready(self._patience_s(LEADER), self._ranks)
+        except RunFailed as error:
+            self._to_take_up = False
+            missing = next((rank for rank in self._ranks if self._registry.missing([rank])), LEADER)
+            raise WorkerLost(f"{missing} was lost: it has not come back to the new controller ({error})") from error
+        self._to_take_up = False
+        match self._orders.stand(self._ranks):
+            case "as expected":
+                if self.policy_version >= 0:
+                    self._relays.trainer_holds(self.policy_version)
+            case "fresh":
+                await self._begin_again("the controller was started with a new trainer")
+            case "unknown":
+                raise WorkerLost("the trainer does not stand where the journal says")
 
     # ------------------------------------------------------------ losing the trainer
 
@@ -329,20 +392,35 @@ class TrainerDriver:
         """All ranks from the newest complete checkpoint; may be cut short by another loss, and is then made again."""
         self.clock.enter("restarting")
         self._events.emit(Notice(level="warning", text=f"starting the trainer anew: {reason}"))
-        checkpoint = self.checkpoints.newest
-        self._go_back_to(checkpoint.step if checkpoint is not None else 0)
+        self._go_back_to(self._newest_step)
         for rank in self._ranks:  # the others wait in a collective for the lost one
             self._registry.lost(rank, "the trainer is started anew")
         self._lost = ""
+        self._orders.forget_joined()
         await self._restart("trainer", reason)
         try:
             await self._registry.wait_until_ready(self._start_limit_s, self._ranks)
         except RunFailed as error:
             raise WorkerLost(str(error)) from error  # it may come at the next attempt
+        await self._begin_again(reason)
+
+    @property
+    def _newest_step(self) -> int:
+        return 0 if self.checkpoints.newest is None else self.checkpoints.newest.step
+
+    async def _begin_again(self, reason: str) -> None:
+        """Fresh ranks are ready: have them load the newest checkpoint, and publish."""
+        checkpoint = self.checkpoints.newest
+        self._go_back_to(self._newest_step)
         if checkpoint is not None:
-            await self.checkpoints.load(self._ranks, checkpoint)
-        # The rollouts hold weights of steps that are lost: from now on they get those of the checkpoint's line.
-        await self._publish(self._issued + 1)
+            await self.checkpoints.load(self._orders, self._ranks, checkpoint)
+        issued = self._orders.issued
+        weights = 0 if checkpoint is None else checkpoint.policy_version  # version that they were published as
+        if weights == issued and not self._relays.anybody_holds(issued):
+            await self._publish(max(issued, 0))  # nothing was trained since: it is that version, once more
+        else:
+            # Rollouts hold weights of steps that are lost: from now on they get those of the checkpoint's line.
+            await self._publish(issued + 1)
         self._to_start_anew = False
         if self._drop_stale:
             self._buffer.drop_stale(self._schedule, self.policy_version)
@@ -354,8 +432,12 @@ class TrainerDriver:
         returned = [group for groups in self._since_checkpoint for group in groups] + self._in_training
         self._since_checkpoint.clear()
         self._in_training = []
+        self._parts_made = 0
+        self._orders.went_back(step)
         self._steps_lost += self.step - step
         self.step = step
         self._buffer.steps_left = self._steps - step
-        if returned:
-            self._buffer.give_back(returned)
+        if whole := [group for group in returned if group.trajectories]:
+            self._buffer.give_back(whole)
+        if bare := [group for group in returned if not group.trajectories]:
+            self._draw_again(bare)

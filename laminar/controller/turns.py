@@ -46,6 +46,10 @@ class Turns:
         self._now = asyncio.get_running_loop().time
         events.subscribe(lambda event: self._ask(event.trajectory, self._now(), self._retries), TurnEnded)
 
+    def ask_again(self, trajectory: Trajectory) -> None:
+        """A turn whose answer an earlier controller has not lived to see."""
+        self._ask(trajectory, self._now(), self._retries)
+
     def _ask(self, trajectory: Trajectory, asked_at: float, retries_left: int) -> None:
         lease = trajectory.lease
         self.pending += 1

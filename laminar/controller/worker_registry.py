@@ -70,7 +70,9 @@ class WorkerRegistry:
         silence_limit_s: float,
         start_limit_s: float,
         closed: Callable[[Worker, str], str] = lambda worker, reason: reason,
+        restored: bool = False,
     ) -> None:
+        """`restored`: an earlier controller has had all of them ready."""
         self.workers: dict[str, Worker] = {}
         self.strangers = 0  # messages from peers that are not workers of this run
         self._channel = channel
@@ -90,6 +92,8 @@ class WorkerRegistry:
         self._changed = asyncio.Event()
         self._losses: Counter[str] = Counter()  # by worker
         self._were_ready: dict[str, None] = {}  # names that were ready at least once
+        if restored:
+            self._were_ready.update(self._expected)
         self._late: dict[str, None] = {}  # names that were added when the run had begun
         self._replaceable: dict[str, Callable[[Worker, str], None]] = {}
         self._on_ready: dict[str, Callable[[Worker], None]] = {}

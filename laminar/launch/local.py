@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,14 @@ class LocalLauncher:
         log = os.open(self._log_dir / f"{command.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "laminar.launch.child", str(os.getpid()), *command.argv),
+                *(
+                    sys.executable,
+                    "-m",
+                    "laminar.launch.child",
+                    str(os.getpid()),
+                    str(int(signal.SIGTERM)),
+                    *command.argv,
+                ),
                 env={**os.environ, **command.environment},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -56,6 +63,10 @@ class LocalLauncher:
         self._running[command.name] = _Running(command=command, process=process, watch=watch)
         return process.pid
 
+    def living(self) -> dict[str, int]:
+        """Processes that run, by the names of their commands."""
+        return {name: running.process.pid for name, running in self._running.items()}
+
     def owns(self, pid: int) -> bool:
         """Whether this process was started here, so that `on_exit` will tell of its end."""
         return any(running.process.pid == pid for running in self._running.values())
@@ -67,10 +78,10 @@ class LocalLauncher:
             running.watch.cancel()
             _signal_group(running.process.pid, signal.SIGKILL)
 
-    async def stop(self, limit_s: float, hurry: asyncio.Event | None = None) -> list[str]:
+    async def stop(self, limit_s: float, hurry: asyncio.Event | None = None, spare: Sequence[int] = ()) -> list[str]:
         """Wait for all processes to end by themselves, then SIGTERM, then SIGKILL, each after `limit_s`.
 
-        `hurry` cuts the first of the three short.
+        `hurry` cuts the first of the three short; `spare` are processes of the run that stay.
 
         Returns the names of those that had to be signalled. Processes of this run that escaped their groups are killed.
         """
@@ -93,21 +104,14 @@ class LocalLauncher:
         for entry in running:
             _signal_group(entry.process.pid, signal.SIGKILL)  # what a dead group leader left behind
         for pid in processes_of_run(self._run_id):
-            if pid != os.getpid():
+            if pid != os.getpid() and pid not in spare:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         return forced
 
     def log_tail(self, names: Iterable[str]) -> str:
         """Last lines of the logs of processes: what a person needs when they have died."""
-        parts = []
-        for name in dict.fromkeys(names):
-            path = self._log_dir / f"{name}.log"
-            with contextlib.suppress(OSError):
-                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
-                if lines:
-                    parts.append(f"--- {path}\n" + "\n".join(lines))
-        return "\n".join(parts)
+        return log_tail(self._log_dir, names)
 
     async def _watch(self, command: Command, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
@@ -128,6 +132,18 @@ async def _ended_or(event: asyncio.Event | None, tasks: set[asyncio.Task[int]], 
     await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
+
+
+def log_tail(log_dir: Path, names: Iterable[str]) -> str:
+    """Last lines of the logs of processes."""
+    parts = []
+    for name in dict.fromkeys(names):
+        path = log_dir / f"{name}.log"
+        with contextlib.suppress(OSError):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+            if lines:
+                parts.append(f"--- {path}\n" + "\n".join(lines))
+    return "\n".join(parts)
 
 
 def _signal_group(pid: int, number: int) -> None:

@@ -1,7 +1,6 @@
-"""A run on this machine from its first check to its last clean-up: what `laminar train` does.
+"""A run on this machine, as the controller's process makes it: what it starts, and how it ends.
 
-Invariant: however the run ends, afterwards no process of it, no file in shared memory and no port is left. (If this very
-process is killed, its children end by themselves, and the next start removes what is left in shared memory.)
+Its workers are the supervisor's children: they outlive this process, and another that takes its place goes on with them.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -18,10 +16,14 @@ from pathlib import Path
 from laminar.config.schema import ExperimentConfig
 from laminar.config.store_room import version_bytes
 from laminar.controller.controller import Controller
+from laminar.controller.journal.accounts import FILE as ACCOUNTS
+from laminar.controller.journal.accounts import read_accounts
+from laminar.controller.journal.journal import Journal
+from laminar.controller.journal.restore import Restored
 from laminar.controller.relay_keeper import TIER
 from laminar.controller.repl_server import ReplServer
 from laminar.controller.worker_registry import Worker
-from laminar.errors import WorkerLost
+from laminar.errors import RunFailed, WorkerLost
 from laminar.launch.commands import (
     MPIRUN,
     Command,
@@ -32,12 +34,13 @@ from laminar.launch.commands import (
     relay_command,
     rollout_command,
 )
-from laminar.launch.local import LocalLauncher, is_of_run
+from laminar.launch.local import is_of_run
+from laminar.launch.records import Records, summary
+from laminar.launch.supervised import SupervisedProcesses
 from laminar.observability.events import EventBus, Notice, ProcessStarted, WorkerJoined
 from laminar.observability.terminal import Terminal
 from laminar.protocol.connection import CONNECTION_FILE, Connection, CurveKeys
 from laminar.protocol.zeromq import ZmqControllerChannel
-from laminar.weights import run_memory
 
 END_LIMIT_S = 10.0  # for workers to end by themselves; then SIGTERM, then SIGKILL
 
@@ -49,11 +52,21 @@ class Interrupted(Exception):
 class LocalRun:
     """The controller, and the processes that it starts on this machine."""
 
-    def __init__(self, config: ExperimentConfig, run_dir: Path, events: EventBus, terminal: Terminal) -> None:
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        run_dir: Path,
+        events: EventBus,
+        terminal: Terminal,
+        processes: SupervisedProcesses,
+        records: Records,
+    ) -> None:
         self._config = config
+        self._launcher = processes
+        self._records = records
         self._run_dir = run_dir
         self._terminal = terminal
-        self._run_id = f"{config.name[:60]}-{secrets.token_hex(4)}"
+        self._run_id = records.run_id
         self._events = events
         self._commands: dict[str, Command] = {}
         self._said_hello: dict[str, int] = {}  # workers, since they were last started -> process
@@ -69,8 +82,6 @@ class LocalRun:
             RunFailed: the run could not go on.
             Interrupted: the second Ctrl-C.
         """
-        for name in run_memory.remove_leftovers():
-            self._events.emit(Notice(level="info", text=f"removed {name} from shared memory: left by a run that died"))
         controller_keys, worker_keys = CurveKeys.create(), CurveKeys.create()
         channel = ZmqControllerChannel(
             self._config.controller.host,
@@ -78,12 +89,18 @@ class LocalRun:
             controller_keys=controller_keys,
             worker_public_key=worker_keys.public,
         )
-        self._launcher = LocalLauncher(self._run_dir, self._run_id, self._on_exit)
+        self._launcher.on_exit = self._on_exit
+        self._launcher.adopt(self._all_commands())
+        journal: Journal | None = None
         try:
-            run_memory.claim(self._run_id)
-            mpi_directory(self._run_id).mkdir(mode=0o700)
+            restored = self._restore()
+            journal = self._records.open_journal(self._config, self._events)
             Connection.to_this_process(
-                channel.address, self._run_id, controller=controller_keys, worker=worker_keys
+                channel.address,
+                self._run_id,
+                controller=controller_keys,
+                worker=worker_keys,
+                launcher_pid=self._launcher.supervisor_pid,
             ).write(self._run_dir)
             self._controller = Controller(
                 self._config,
@@ -94,10 +111,14 @@ class LocalRun:
                 expected_workers=expected_workers(self._config),
                 restart=self._restart,
                 version_bytes=version_bytes(self._config),
+                hop_key=self._records.hop_key,
+                journal=journal,
+                restored=restored,
+                patience_s=self._patience_s,
                 closed=self._closed,
             )
             await self._run_controller()
-            return self._outcome()
+            outcome = self._outcome()
         finally:
             self._ending = True
             forced = await self._launcher.stop(END_LIMIT_S, self._hurry)
@@ -105,7 +126,62 @@ class LocalRun:
                 self._events.emit(Notice(level="warning", text=f"{name} did not end by itself and was stopped"))
             channel.close()
             (self._run_dir / CONNECTION_FILE).unlink(missing_ok=True)
-            run_memory.remove(self._run_id)
+            if journal is not None:
+                journal.close()
+        self._account()
+        return outcome
+
+    def _account(self) -> None:
+        """Say what became of every prompt.
+
+        Raises:
+            RunFailed: the sums are wrong.
+        """
+        accounts = read_accounts(self._run_dir)
+        try:
+            accounts.write(self._run_dir)
+        except OSError as error:
+            self._events.emit(Notice(level="warning", text=f"{ACCOUNTS} cannot be written ({error.strerror})"))
+        self._terminal.add_row("accounts", accounts.text)
+        buffer, problems = self._controller.buffer, list(accounts.problems)
+        if accounts.trained != buffer.trained:
+            problems.append(f"the controller counts {buffer.trained} trained prompts, the journal {accounts.trained}")
+        if problems:
+            raise RunFailed(
+                f"the accounts of the run do not add up: {'; '.join(problems)} ({self._run_dir / ACCOUNTS})"
+            )
+
+    def _restore(self) -> Restored | None:
+        """What an earlier controller of this run has left; None if this is the first."""
+        restored = self._records.restore()
+        if restored is None:
+            return None
+        if not self._launcher.living and self._config.launch.rollouts == self._config.launch.relays == "local":
+            restored.forget_rollouts()
+        new_trainer = "torchrun" not in self._launcher.living and self._config.launch.trainer == "local"
+        self._events.emit(Notice(level="info", text=summary(restored, new_trainer=new_trainer)))
+        return restored
+
+    def _patience_s(self, name: str) -> float:
+        """How long a worker that an earlier controller knew may take to come back."""
+        command = next((c for c in self._all_commands() if name in c.workers), None)
+        if command is not None and command.name in self._launcher.living:
+            return self._config.controller.reattach_s
+        return (
+            self._config.controller.start_timeout_s
+        )  # it is being started, or whoever started it by hand does that again
+
+    def _all_commands(self) -> list[Command]:
+        commands = local_commands(self._config, self._run_dir, self._run_id)
+        environment = common_environment(self._run_dir, self._run_id)
+        known = {command.name for command in commands}
+        for name in self._launcher.living.keys() - known:  # that an earlier controller has added, or started alone
+            kind, _, index = name.rpartition("-")
+            if kind == "rollout":
+                commands.append(rollout_command(self._config, self._run_dir, environment, int(index)))
+            elif kind == "relay":
+                commands.append(relay_command(self._run_dir, environment, int(index)))
+        return commands
 
     async def _run_controller(self) -> None:
         repl = ReplServer(self._controller)
@@ -115,11 +191,13 @@ class LocalRun:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):  # stays to the very end: nothing may cut the clean-up short
             loop.add_signal_handler(number, self._on_interrupt, main)
-        await asyncio.wait([main, self._launcher.failure], return_when=asyncio.FIRST_COMPLETED)
-        if self._launcher.failure.done():
-            main.cancel()
-            await asyncio.wait([main])
-            self._launcher.failure.result()
+        failures = [self._launcher.failure, self._records.failure]
+        await asyncio.wait([main, *failures], return_when=asyncio.FIRST_COMPLETED)
+        for failure in failures:
+            if failure.done():
+                main.cancel()
+                await asyncio.wait([main])
+                failure.result()
         if main.cancelled():
             raise Interrupted
         main.result()
@@ -132,9 +210,10 @@ class LocalRun:
         return f"ended after step {made} of {wanted}: {why}"
 
     async def _launch(self) -> None:
-        for command in local_commands(self._config, self._run_dir, self._run_id):
+        for command in self._all_commands():
             self._commands[command.name] = command
-            await self._start(command)
+            if command.name not in self._launcher.living:
+                await self._start(command)
 
     def _on_joined(self, event: WorkerJoined) -> None:
         self._said_hello[event.worker] = event.pid if event.host == socket.gethostname() else 0

@@ -1,58 +1,63 @@
-"""`laminar train`: check everything, make the run directory, run, sum up."""
+"""`laminar train`: check everything, make the run directory or take one up, and look after the run to its end."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
 
 from laminar.config.schema import ExperimentConfig
-from laminar.launch import controller_process
-from laminar.launch.commands import expected_workers
 from laminar.launch.preflight import preflight
-from laminar.launch.run import Interrupted, LocalRun
-from laminar.observability.events import EventBus
+from laminar.launch.records import create_records
+from laminar.launch.resume import fingerprints, take_up
+from laminar.launch.run_lock import LOCK, RunLock
+from laminar.launch.supervisor import Supervisor
 from laminar.observability.run_directory import RunDirectory
-from laminar.observability.terminal import Terminal
 
 
 def train(config_path: Path, overrides: Sequence[str], *, run_dir: Path | None, overwrite: bool) -> int:
-    """Exit status of the run: 0, or 130 after a second Ctrl-C.
+    """Exit status of the run: 0; 1 if it failed; 2 if a worker found the user's input at fault; 130 after a second Ctrl-C.
 
     Raises:
-        UserError: something is wrong that can be told before anything starts, or a worker found it.
-        RunFailed: the run could not go on.
+        UserError: something is wrong that can be told before anything starts.
     """
     config = preflight(config_path, overrides)
-    controller_process.prepare(len(expected_workers(config)))
-    path = run_dir or Path("runs") / config.name
+    path = (run_dir or Path("runs") / config.name).resolve()
+    lock = RunLock(path)
+    if (path / LOCK).exists():
+        lock.acquire()  # a run may live there
+        lock.release()
     directory = RunDirectory.create(path, config, overwrite=overwrite)
+    directory.close()
+    lock.acquire()
     try:
-        return _run(config, directory)
+        return _supervise(config, path, create_records(path, config, fingerprints(config)))
     finally:
-        directory.close()
+        lock.release()
 
 
-def _run(config: ExperimentConfig, directory: RunDirectory) -> int:
-    events = EventBus()
-    started = time.monotonic()
+def resume(run_dir: Path, overrides: Sequence[str]) -> int:
+    """Go on with a run that has stopped; exit status as `train`.
 
-    def elapsed() -> float:
-        return time.monotonic() - started
-
-    directory.record(events, elapsed)
-    terminal = Terminal(events, config, run_dir=directory.path, now=elapsed)
-    terminal.open()
+    Raises:
+        UserError: it cannot be resumed, or not with these overrides; or it lives.
+    """
+    path = run_dir.resolve()
+    RunDirectory.open(path).close()
+    lock = RunLock(path)
+    lock.acquire()
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            outcome = runner.run(LocalRun(config, directory.path, events, terminal).run())
-        terminal.finish(outcome)
-    except Interrupted:
-        terminal.finish("stopped at once by the second Ctrl-C")
-        return 130
+        config, run_id = take_up(path, overrides)
+        return _supervise(config, path, run_id)
     finally:
-        terminal.close()
-    return 0
+        lock.release()
+
+
+def _supervise(config: ExperimentConfig, path: Path, run_id: str) -> int:
+    async def run() -> int:
+        return await Supervisor(config, path, run_id).run()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run())

@@ -6,6 +6,7 @@
   checkpoints/        one folder per checkpoint
   metrics.jsonl       one line per step
   trajectories.jsonl  one line per trajectory that was trained or dropped
+  journal.sqlite      what the next controller needs; accounts.json at the end: what became of every prompt
   events.jsonl        workers, weights, checkpoints, rejected prompts and notices, with seconds since the start
 
 Invariants: a folder that holds anything is never written over unless the user said so and it is a run directory of a
@@ -89,17 +90,38 @@ class RunDirectory:
             _write_marker(path, config)
             (path / CONFIG).write_text(to_yaml(config), encoding="utf-8")
             run_directory = cls(path)
-            run_directory.logs.mkdir()
-            run_directory.checkpoints.mkdir()
-            for name in ("metrics", "trajectories", "events"):
-                file = path / f"{name}.jsonl"
-                run_directory._lines[name] = JsonLines(file, run_directory._on_write_error)
+            run_directory._open_files()
         except OSError as error:
             raise UserError(
                 f"{error.filename or path}: cannot be written ({error.strerror}); "
                 "choose another run directory with --run-dir"
             ) from error
         return run_directory
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """The folder of a run that goes on: what happens is added to what is there.
+
+        Raises:
+            UserError: it is no run directory, or cannot be written.
+        """
+        path = path.resolve()
+        if not ((path / MARKER).is_file() and (path / CONFIG).is_file()):
+            raise UserError(
+                f"{path}: not a run directory (it has no {MARKER} and {CONFIG}); give the folder that `laminar train` named"
+            )
+        run_directory = cls(path)
+        try:
+            run_directory._open_files()
+        except OSError as error:
+            raise UserError(f"{error.filename or path}: cannot be written ({error.strerror})") from error
+        return run_directory
+
+    def _open_files(self) -> None:
+        self.logs.mkdir(exist_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
+        for name in ("metrics", "trajectories", "events"):
+            self._lines[name] = JsonLines(self.path / f"{name}.jsonl", self._on_write_error)
 
     @property
     def lost_lines(self) -> int:

@@ -73,6 +73,7 @@ class Terminal:
         self._warm_up = WarmUp.of(config)
         self._table = StepTable(config.trainer.steps, self._console.width if self._console.is_terminal else None)
         self._started = self._refreshed = self._said_waiting = now()
+        self._more_rows: list[tuple[str, str]] = []  # of the summary
         self._live: Live | None = None
         self._step = 0
         self._rows = 0
@@ -110,10 +111,14 @@ class Terminal:
         if live is not None:
             self._guard(live.stop)
 
+    def add_row(self, name: str, value: str) -> None:
+        """One more row of the summary."""
+        self._more_rows.append((name, value))
+
     def finish(self, outcome: str) -> None:
         """Close, and print the summary under `outcome`, one line such as "finished: 40 steps"."""
         self.close()
-        rows = self._totals.rows()
+        rows = [*self._totals.rows(), *self._more_rows]
         self._print("")
         self._print(outcome, style="bold")
         if self._console.is_terminal:

@@ -48,9 +48,14 @@ class Connection:
     controller_pid: int
     controller_started: int  # start time of that process in clock ticks since boot: a pid may be reused
     boot_id: str  # of the controller's machine
+    # The process that starts workers on that machine, and outlives the controller; 0: none.
+    launcher_pid: int = 0
+    launcher_started: int = 0
 
     @classmethod
-    def to_this_process(cls, address: str, run_id: str, *, controller: CurveKeys, worker: CurveKeys) -> Connection:
+    def to_this_process(
+        cls, address: str, run_id: str, *, controller: CurveKeys, worker: CurveKeys, launcher_pid: int = 0
+    ) -> Connection:
         """What to publish when this process is the controller."""
         return cls(
             address=address,
@@ -61,6 +66,8 @@ class Connection:
             controller_pid=os.getpid(),
             controller_started=process_started(os.getpid()) or 0,
             boot_id=boot_id(),
+            launcher_pid=launcher_pid,
+            launcher_started=process_started(launcher_pid) or 0 if launcher_pid else 0,
         )
 
     def write(self, run_dir: Path) -> Path:

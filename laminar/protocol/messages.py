@@ -155,6 +155,18 @@ class ReportLoad:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class RolloutJoined:
+    """What a rollout holds that another controller gave it; sent before `Ready`, when the controller is a new one.
+
+    After `Ready` it sends all tokens of these K trajectories once more, from the beginning of their leases.
+    """
+
+    policy_version: int  # that its engine serves; -1: none
+    trajectory_ids: tuple[str, ...]  # K: in progress, or ended of late
+    leases: tuple[int, ...]  # K
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class RolloutLoad:
     """Load figures of one replica."""
 
@@ -314,12 +326,23 @@ class CarryFailed:
 
 
 # ---------------------------------------------------------------- controller -> trainer, and back
+#
+# Orders are numbered, and the numbers grow over all controllers of a run. A rank obeys each once; one that it is given
+# again (by a controller that took another's place) it answers again.
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainerJoined:
+    """Where a rank stands, when the controller is a new one; sent before `Ready`."""
+
+    order: int  # newest that it was given; 0: none
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PublishWeights:
     """Write the current weights into the master relay's store as this version (at the start of a run)."""
 
+    order: int
     policy_version: int
 
 
@@ -331,6 +354,7 @@ class TrainStep:
     parts of one mini-batch each when its schedule trains what has finished first.
     """
 
+    order: int
     step: int
     part: int  # 0 for the first
     mini_batches: int  # optimizer updates to make of these trajectories
@@ -368,6 +392,7 @@ class WeightsPublished:
 class SaveCheckpoint:
     """Write trainer state and a Hugging Face export into the folder; complete only with its marker."""
 
+    order: int
     step: int
     policy_version: int
     path: str
@@ -389,6 +414,7 @@ class CheckpointSaved:
 class LoadCheckpoint:
     """Go back to this complete checkpoint: weights, optimizer, random state."""
 
+    order: int
     step: int
     path: str
 
@@ -501,6 +527,7 @@ MESSAGE_TYPES: tuple[type, ...] = (
     DropKv,
     PullWeights,
     ReportLoad,
+    RolloutJoined,
     RolloutLoad,
     TrajectoryDeltas,
     KvTaken,
@@ -514,6 +541,7 @@ MESSAGE_TYPES: tuple[type, ...] = (
     WeightsStored,
     HopFailed,
     CarryFailed,
+    TrainerJoined,
     PublishWeights,
     TrainStep,
     StepTrained,

@@ -103,7 +103,7 @@ class _LoopSocket:
             if self._arrival is not None:
                 self._look()
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = LINGER_MS) -> None:
         """Close the socket and its context; queued messages get a second to leave. May be called again.
 
         ZeroMQ waits without a limit for its threads to let go of every connection, and a process that has to end must
@@ -112,10 +112,10 @@ class _LoopSocket:
         if self.socket.closed:
             return
         self._loop.remove_reader(self._descriptor)
-        self.socket.close(LINGER_MS)
+        self.socket.close(linger_ms)
         end = threading.Thread(target=self.context.term, name="end of a ZeroMQ context", daemon=True)
         end.start()
-        end.join(2 * LINGER_MS / 1e3)
+        end.join(2 * linger_ms / 1e3)
 
     def _look(self) -> None:
         come = int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
@@ -238,3 +238,7 @@ class ZmqWorkerChannel:
     def close(self) -> None:
         """Close the socket; queued messages get a second to leave."""
         self._socket.close()
+
+    def drop(self) -> None:
+        """Close the socket without waiting, and with all that is queued: its controller is gone."""
+        self._socket.close(linger_ms=0)

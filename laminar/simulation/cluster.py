@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.controller import Controller
+from laminar.controller.journal.journal import Journal
+from laminar.controller.journal.restore import Restored
 from laminar.errors import UserError
 from laminar.launch.commands import expected_workers
 from laminar.observability.events import EventBus, StepFinished
@@ -30,6 +33,7 @@ from laminar.simulation.models.language_models import check_fits
 from laminar.simulation.records.gpu_seconds import RecordedCluster
 from laminar.simulation.records.record import RunRecord
 from laminar.simulation.records.recorder import RunRecorder
+from laminar.simulation.virtual_journal import VirtualJournal
 from laminar.simulation.workers.carrier import ModelledCarrier
 from laminar.simulation.workers.environment_worker import ModelledEnvironment
 from laminar.simulation.workers.kv_shelf import KvShelf
@@ -55,6 +59,11 @@ class RunOptions:
     restart_s: float = 5.0  # to start a process
     notice_s: float = 0.1  # to notice the end of a process
     prompts: int | None = None  # after these the data ends
+    journal_s: float | None = (
+        None  # from a change until it is written; None: no journal, the controller must not be lost
+    )
+    controller_restart_s: float = 2.0  # from the loss of the controller until another takes its place
+    patience_s: float = 20.0  # of that one, for workers to come back
     warm_up_steps: int = 0
     cool_down_steps: int = 0
 
@@ -93,6 +102,9 @@ class SimulatedRun:
         self.loop: VirtualTimeLoop  # this and the next three are there once the run has begun
         self.controller: Controller
         self.network: SimulatedNetwork
+        self.journal: VirtualJournal | None = None
+        self.on_taken_up: Callable[[Restored], None] = lambda restored: None  # another controller is about to run
+        self.controller_lost: asyncio.Event
         self.supervisor: Supervisor
         self.stores = WeightStores()
         self.shelf = KvShelf(models.model.kv_bytes_per_token)
@@ -157,38 +169,107 @@ class SimulatedRun:
             restart_s=options.restart_s,
             notice_s=options.notice_s,
         )
-        names = expected_workers(self.experiment)
-        self.controller = Controller(
-            self.experiment,
-            self.network.controller,
-            self.events,
-            run_id="simulated",
-            run_dir=Path("/nonexistent"),  # nothing is written: checkpoints are modelled
-            expected_workers=names,
-            restart=self.supervisor.restart,
-        )
-        self.supervisor.watch_for(self.controller.registry, self.controller.relay_keeper)
+        if options.journal_s is not None:
+            self.journal = VirtualJournal(write_s=options.journal_s)
+        self.controller_lost = asyncio.Event()
+        self._make_controller(None)
         recorder = RunRecorder(self.events, loop.time, self._recorded_cluster(), trainer_busy_s=self._trainer_busy_s)
         self.events.subscribe(self._on_step, StepFinished)
         self._before(self)
 
-        async def launch() -> None:
-            for name in names:
-                self.supervisor.start(name)
-            if options.warm_up_steps == 0:
-                self._at_start = self._engine_statistics()
-
-        run = asyncio.create_task(self.controller.run(launch), name="controller")
         try:
-            await asyncio.wait([run, self.supervisor.failure], return_when=asyncio.FIRST_COMPLETED)
-            if not run.done():
-                run.cancel()
-                await asyncio.wait([run])
-                self.supervisor.failure.result()
-            run.result()
+            while not await self._one_life():
+                await asyncio.sleep(options.controller_restart_s)
+                self._take_up()
         finally:
             self.supervisor.end()
         return recorder
+
+    async def _one_life(self) -> bool:
+        """Of a controller: true if the run has ended with it, false if it was lost."""
+        run = asyncio.create_task(self.controller.run(self._launch), name="controller")
+        lost = asyncio.create_task(self.controller_lost.wait(), name="the controller's loss")
+        try:
+            waits: list[asyncio.Future[Any]] = [run, self.supervisor.failure, lost]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if not run.done():
+                run.cancel()
+                await asyncio.wait([run])
+                if self.controller_lost.is_set():
+                    run.cancelled() or run.exception()  # what a dead process would have died of concerns nobody
+                    return False
+                self.supervisor.failure.result()
+            run.result()
+        finally:
+            lost.cancel()
+        return True
+
+    async def _launch(self) -> None:
+        if not self.supervisor.workers:
+            for name in expected_workers(self.experiment):
+                self.supervisor.start(name)
+            if self.options.warm_up_steps == 0:
+                self._at_start = self._engine_statistics()
+
+    def _make_controller(self, restored: Restored | None) -> None:
+        """One life of the controller, on a bus of its own: what it leaves behind hears nothing of the next."""
+        events, life = self.events, 0 if restored is None else restored.life
+        journal = None
+        if self.journal is not None:
+            events = EventBus()
+            journal = Journal(
+                self.journal.writer(),
+                keep_checkpoints=self.experiment.trainer.keep_checkpoints,
+                keep_trained=self.experiment.trainer.checkpoint_every > 0,
+                limit_s=self.experiment.controller.step_timeout_s,
+            )
+        self._life = life
+
+        async def restart(name: str, reason: str) -> None:
+            if life == self._life and not self.controller_lost.is_set():
+                await self.supervisor.restart(name, reason)
+
+        self.controller = Controller(
+            self.experiment,
+            self.network.controller,
+            events,
+            run_id="simulated",
+            run_dir=Path("/nonexistent"),  # nothing is written: checkpoints are modelled
+            expected_workers=expected_workers(self.experiment),
+            restart=restart,
+            journal=journal,
+            restored=restored,
+            patience_s=lambda name: self.options.patience_s,
+        )
+        if events is not self.events:
+            events.subscribe(lambda event: self._hear(life, event))
+        self.supervisor.watch_for(self.controller.registry, self.controller.relay_keeper)
+
+    def _hear(self, life: int, event: object) -> None:
+        if life == self._life and not self.controller_lost.is_set():
+            self.events.emit(event)
+
+    def lose_controller(self) -> None:
+        """Its process is killed; another takes its place from the journal, and the workers live on."""
+        assert self.journal is not None
+        if not self.controller_lost.is_set():
+            self.controller_lost.set()
+            self.network.lose_controller()
+            self.journal.lose_unwritten()
+            self.supervisor.watch_for(None, None)
+
+    def _take_up(self) -> None:
+        assert self.journal is not None
+        restored = self.journal.restore()
+        self.controller_lost.clear()
+        self._make_controller(restored)
+        self.on_taken_up(restored)
+        for worker in self.supervisor.workers.values():
+            worker.after(self.options.notice_s, self._find_controller, worker, restored.life)
+
+    def _find_controller(self, worker: ModelledWorker, life: int) -> None:
+        if life == self._life and not self.controller_lost.is_set():
+            worker.controller_back()
 
     # ------------------------------------------------------------ workers
 

@@ -66,11 +66,35 @@ def remove(run_id: str, base: Path = SHARED_MEMORY) -> None:
     _remove(run_directory(run_id, base))
 
 
-def remove_leftovers(base: Path = SHARED_MEMORY) -> list[str]:
-    """Remove the folders of runs whose owner is dead and return their names, for a message to the user."""
+def take_over(run_id: str, base: Path = SHARED_MEMORY) -> Path:
+    """The run's folder, in the name of this process: made if it is not there, else with all that is in it.
+
+    Raises:
+        UserError: its owner is alive.
+    """
+    directory = run_directory(run_id, base)
+    owner = _owner(directory)
+    if owner is not None and not _is_dead(owner):
+        raise UserError(
+            f"{directory} belongs to a run that is still alive (owner: process {owner}); stop that run first"
+        )
+    if not _create(directory):
+        temporary = directory / f".{OWNER_FILE}"
+        temporary.write_text(f"{_identity(os.getpid())}\n", encoding="ascii")
+        temporary.rename(directory / OWNER_FILE)
+    return directory
+
+
+def remove_leftovers(base: Path = SHARED_MEMORY, *, but: str = "") -> list[str]:
+    """Remove the folders of runs whose owner is dead and return their names, for a message to the user.
+
+    `but`: a run that is about to be taken over.
+    """
     removed = []
     for path in sorted(base.iterdir()):
         if not path.name.startswith((PREFIX, f".{PREFIX}")) or path.is_symlink() or not path.is_dir():
+            continue
+        if but and path == run_directory(but, base):
             continue
         if path.stat().st_uid == os.getuid() and _remove_if_dead(path):
             removed.append(path.name)

@@ -1,8 +1,8 @@
 """What all workers share: dial the controller, say hello, heartbeat, and never outlive the run.
 
-A worker is a coroutine `serve(session)`. It ends when the controller says so, when the controller's process is gone
-(noticed at once on the same machine, by silence elsewhere), or when it fails; then the process ends within
-`EXIT_LIMIT_S`, whatever its threads are doing.
+A worker is a coroutine `serve(session)`. It ends when the controller says so, when there has been none for
+`controller.grace_s` (`membership.py`), or when it fails; then the process ends within `EXIT_LIMIT_S`, whatever its
+threads are doing. While there is no controller it goes on with what it has.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import laminar
 from laminar.config.schema import ExperimentConfig
 from laminar.errors import UserError
 from laminar.protocol.channel import WorkerChannel
-from laminar.protocol.connection import CONNECTION_FILE, LOG_DIR_VARIABLE, Connection, boot_id, process_started
+from laminar.protocol.connection import CONNECTION_FILE, LOG_DIR_VARIABLE, Connection
 from laminar.protocol.messages import Heartbeat, Hello, Progress, Ready, Shutdown, Welcome, WorkerFailed, WorkerKind
-from laminar.protocol.zeromq import ZmqWorkerChannel
+from laminar.workers.membership import ControllerGone, ControllerLost, Membership
 
 WELCOME_LIMIT_S = 60.0
 EXIT_LIMIT_S = 6.0
@@ -37,14 +37,10 @@ log = logging.getLogger("laminar.worker")
 Serve = Callable[["WorkerSession"], Awaitable[None]]
 
 
-class ControllerGone(Exception):
-    """The controller's process ended, has been silent for too long, or has no use for this worker any more."""
-
-
 class WorkerSession:
-    """One worker's membership in a run: its configuration and its line to the controller."""
+    """One worker's membership in a run: its configuration and its line to the controller, whichever that is."""
 
-    def __init__(self, channel: WorkerChannel, kind: WorkerKind, index: int) -> None:
+    def __init__(self, kind: WorkerKind, index: int) -> None:
         self.kind = kind
         self.index = index
         self.name = f"{kind}-{index}"
@@ -52,18 +48,26 @@ class WorkerSession:
         self.config: ExperimentConfig
         # Called at the first SIGTERM instead of ending at once, for a worker that hands over what it has.
         self.on_notice: Callable[[], None] | None = None
-        self._channel = channel
+        self.joined = asyncio.Event()  # the run: `welcome` and `config` are there
+        # What a controller that took another's place must be told before `Ready`, and what after it.
+        self.on_rejoin: Callable[[], tuple[list[object], list[object]]] = lambda: ([], [])
+        self._channel: WorkerChannel | None = None  # None: there is no controller at the moment
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._last_heard = 0.0
-        self._is_ready = False
+        self._detail: str | None = None  # what it said of itself when it was ready
 
-    async def join(self) -> None:
+    @property
+    def attached(self) -> bool:
+        """Whether there is a controller."""
+        return self._channel is not None
+
+    async def join(self, channel: WorkerChannel) -> None:
         """Say hello and wait to be let in.
 
         Raises:
             ControllerGone: no answer within WELCOME_LIMIT_S, or the controller does not want this worker.
         """
-        await self._channel.send(
+        await channel.send(
             Hello(
                 kind=self.kind,
                 index=self.index,
@@ -73,41 +77,56 @@ class WorkerSession:
             )
         )
         try:
-            answer = await asyncio.wait_for(self._channel.receive(), WELCOME_LIMIT_S)
+            answer = await asyncio.wait_for(channel.receive(), WELCOME_LIMIT_S)
         except TimeoutError:
             raise ControllerGone(f"no answer from the controller within {WELCOME_LIMIT_S:.0f} s") from None
         if not isinstance(answer, Welcome):
             reason = answer.reason if isinstance(answer, Shutdown) else type(answer).__name__
             raise ControllerGone(f"the controller did not let {self.name} in: {reason}")
-        self.welcome = answer
-        self.config = ExperimentConfig.model_validate_json(answer.config)
         self._last_heard = asyncio.get_running_loop().time()
+        self._channel = channel
+        if self._detail is not None:
+            self._inbox.put_nowait(_REJOIN)
+        if not self.joined.is_set():
+            self.welcome = answer
+            self.config = ExperimentConfig.model_validate_json(answer.config)
+            self.joined.set()
+
+    def detach(self) -> None:
+        """There is no controller: what is sent from now on is dropped. `on_rejoin` is to make up for it."""
+        self._channel = None
 
     async def send(self, message: object) -> None:
-        """Send a message to the controller."""
-        await self._channel.send(message)
+        """Send a message to the controller, if there is one."""
+        if self._channel is not None:
+            await self._channel.send(message)
 
     async def progress(self, text: str) -> None:
         """Tell the person at the terminal what the warm-up is doing."""
         log.info("%s", text)
-        await self._channel.send(Progress(text=text))
+        await self.send(Progress(text=text))
 
     async def ready(self, detail: str) -> None:
         """Tell the controller that work can come."""
         log.info("ready: %s", detail)
-        self._is_ready = True
-        await self._channel.send(Ready(detail=detail))
+        self._detail = detail
+        await self.send(Ready(detail=detail))
 
     async def messages(self) -> AsyncIterator[Any]:
-        """What the controller sends, until it says `Shutdown`. Waits for as long as the controller lives."""
+        """What the controller sends, until it says `Shutdown`. Waits for as long as there is one, or may come one."""
         while True:
             message = await self._inbox.get()
             if isinstance(message, Shutdown):
                 log.info("shutdown: %s", message.reason)
                 return
+            if message is _REJOIN:  # in line: whatever came before has been taken in
+                before, after = self.on_rejoin()
+                for part in (*before, Ready(detail=self._detail or ""), *after):
+                    await self.send(part)
+                continue
             yield message
 
-    async def receive_forever(self) -> None:
+    async def receive_forever(self, channel: WorkerChannel) -> None:
         """Take messages off the channel; heartbeats are only noted.
 
         Raises:
@@ -115,56 +134,32 @@ class WorkerSession:
         """
         loop = asyncio.get_running_loop()
         while True:
-            message = await self._channel.receive()
+            message = await channel.receive()
             self._last_heard = loop.time()
-            if isinstance(message, Shutdown) and not self._is_ready:
+            if isinstance(message, Shutdown) and self._detail is None:
                 raise ControllerGone(f"told to end while starting: {message.reason}")
             if not isinstance(message, Heartbeat):
                 self._inbox.put_nowait(message)
 
-    async def heartbeat_forever(self) -> None:
-        """Send heartbeats, and notice the controller's silence.
+    async def heartbeat_forever(self, replaced: Callable[[], bool]) -> None:
+        """Send heartbeats, and notice the controller's silence, or that another has taken its place.
 
         Raises:
-            ControllerGone: nothing heard for `controller.silence_limit_s`.
+            ControllerLost: nothing heard for `controller.silence_limit_s`, or `replaced()`.
         """
         loop = asyncio.get_running_loop()
         limit = self.config.controller.silence_limit_s
         while True:
-            await self._channel.send(Heartbeat())
+            await self.send(Heartbeat())
             await asyncio.sleep(self.config.controller.heartbeat_s)
             silent = loop.time() - self._last_heard
             if silent > limit:
-                raise ControllerGone(f"nothing heard from the controller for {silent:.0f} s")
+                raise ControllerLost(f"nothing heard from the controller for {silent:.0f} s")
+            if replaced():
+                raise ControllerLost("another controller has taken its place")
 
 
-def _set_once(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-async def watch_controller_process(connection: Connection) -> None:
-    """Return never; raise ControllerGone the moment the controller's process ends. Other machines: wait for ever,
-    the heartbeats decide there.
-    """
-    pid = connection.controller_pid
-    if connection.boot_id != boot_id():
-        await asyncio.Event().wait()
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise ControllerGone(f"the controller (process {pid}) is not running") from None
-    loop = asyncio.get_running_loop()
-    gone: asyncio.Future[None] = loop.create_future()
-    try:
-        if process_started(pid) != connection.controller_started:
-            raise ControllerGone(f"the controller (process {pid}) is not running")
-        loop.add_reader(fd, _set_once, gone)
-        await gone
-        raise ControllerGone(f"the controller (process {pid}) ended")
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)
+_REJOIN = object()  # in the inbox: a controller that took another's place has let the worker in
 
 
 def _on_sigterm(session: WorkerSession, serving: asyncio.Future[None]) -> None:
@@ -175,30 +170,22 @@ def _on_sigterm(session: WorkerSession, serving: asyncio.Future[None]) -> None:
         notice()
 
 
-async def _run(kind: WorkerKind, index: int, connection: Connection, serve: Serve) -> int:
+async def _run(kind: WorkerKind, index: int, path: Path, connection: Connection, serve: Serve) -> int:
     """Exit status of one worker."""
-    channel = ZmqWorkerChannel(connection, f"{kind}-{index}")
-    session = WorkerSession(channel, kind, index)
+    session = WorkerSession(kind, index)
     loop = asyncio.get_running_loop()
-    watch = asyncio.create_task(watch_controller_process(connection), name="watch the controller's process")
-    tasks: list[asyncio.Task[Any]] = [watch]
-    serving: asyncio.Task[None] | None = None
+    member = Membership(session, path, connection)
+
+    async def serve_when_joined() -> None:
+        await session.joined.wait()
+        await serve(session)
+
+    serving = asyncio.create_task(serve_when_joined(), name="serve")
+    loop.add_signal_handler(signal.SIGINT, serving.cancel)
+    loop.add_signal_handler(signal.SIGTERM, _on_sigterm, session, serving)
+    tasks = [serving, asyncio.create_task(member.keep(), name="membership")]
     status = 0
     try:
-        join = asyncio.create_task(session.join(), name="join")
-        await asyncio.wait([join, watch], return_when=asyncio.FIRST_COMPLETED)
-        if not join.done():
-            join.cancel()
-            watch.result()
-        join.result()
-        serving = asyncio.ensure_future(serve(session))
-        loop.add_signal_handler(signal.SIGINT, serving.cancel)
-        loop.add_signal_handler(signal.SIGTERM, _on_sigterm, session, serving)
-        tasks += [
-            serving,
-            asyncio.create_task(session.receive_forever(), name="receive"),
-            asyncio.create_task(session.heartbeat_forever(), name="heartbeat"),
-        ]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -210,11 +197,11 @@ async def _run(kind: WorkerKind, index: int, connection: Connection, serve: Serv
         status = 3
     except UserError as error:
         log.error("%s: %s", session.name, error)
-        await channel.send(WorkerFailed(error=str(error), user_error=True))
+        await session.send(WorkerFailed(error=str(error), user_error=True))
         status = 2
     except Exception as error:  # every failure of a worker's code must reach the controller by name
         log.exception("%s failed", session.name)
-        await channel.send(WorkerFailed(error=f"{type(error).__name__}: {error}", user_error=False))
+        await session.send(WorkerFailed(error=f"{type(error).__name__}: {error}", user_error=False))
         status = 1
     finally:
         for task in tasks:
@@ -223,7 +210,7 @@ async def _run(kind: WorkerKind, index: int, connection: Connection, serve: Serv
         _, unfinished = await asyncio.wait(tasks, timeout=EXIT_LIMIT_S)
         for task in unfinished:
             log.error("%s: %s did not end within %.0f s", session.name, task.get_name(), EXIT_LIMIT_S)
-        channel.close()
+        member.close()
     return status
 
 
@@ -269,7 +256,7 @@ def run_worker(kind: WorkerKind, serve: Serve, *, index: int | None = None, argv
         print(error, file=sys.stderr)
         raise SystemExit(2) from error
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        status = runner.run(_run(kind, number, connection, serve))
+        status = runner.run(_run(kind, number, path, connection, serve))
         _end_descendants()
         with contextlib.suppress(OSError):
             sys.stdout.flush()

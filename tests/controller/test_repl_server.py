@@ -189,7 +189,7 @@ async def test_relays(client):
 async def test_trainer(client, view):
     view.trainer.clock.enter("training")
     view.now.now += 2
-    view.trainer.checkpoints.newest = Checkpoint(step=2, path="checkpoints/step-000002")
+    view.trainer.checkpoints.newest = Checkpoint(step=2, path="checkpoints/step-000002", policy_version=2)
     text = (await client.ask("trainer"))["text"]
     assert "step        3 of 4" in text and "checkpoints/step-000002" in text
     assert ["trajectories", "6", "75", "%"] in [line.split() for line in text.splitlines()]

@@ -101,7 +101,7 @@ async def test_a_child_dies_when_its_parent_is_killed():
     code = """
         import os, signal, subprocess, sys
         child = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
-        subprocess.Popen([sys.executable, "-m", "laminar.launch.child", str(os.getpid()), sys.executable, "-c", child])
+        subprocess.Popen([sys.executable, "-m", "laminar.launch.child", str(os.getpid()), "15", sys.executable, "-c", child])
         signal.pause()
     """
     parent = await asyncio.create_subprocess_exec(

@@ -49,7 +49,7 @@ class Host:
         return hello
 
     async def order(self, number):
-        await self.channel.send(self.peer, messages.PublishWeights(policy_version=number))
+        await self.channel.send(self.peer, messages.PublishWeights(order=number, policy_version=number))
 
     async def exit_status(self):
         return await asyncio.wait_for(self.process.wait(), 30)

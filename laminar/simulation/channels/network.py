@@ -70,7 +70,10 @@ class SimulatedNetwork:
         peer = name.encode()
         if peer in self._links:
             raise ValueError(f"{name} has connected before; a worker that is started again needs another name")
-        latency_s = self._latency_of(name)
+        return WorkerEnd(self._connect(name, on_message))
+
+    def _connect(self, name: str, on_message: Callable[[Any], None]) -> _Link:
+        peer, latency_s = name.encode(), self._latency_of(name)
         link = self._links[peer] = _Link(
             Lane(self._wire, f"controller -> {name}", latency_s, on_message, at_once=False),
             Lane(
@@ -82,6 +85,19 @@ class SimulatedNetwork:
             ),
             partial(self.controller.inbox.put, (peer, CLOSED)) if self._tell_closed else None,
         )
+        return link
+
+    def reconnect(self, name: str, on_message: Callable[[Any], None]) -> WorkerEnd:
+        """A worker's process dials the controller that took the lost one's place; its partition or hang goes on.
+
+        What the lost one had sent, and what is still under way, is dropped: it belongs to the old connection.
+        """
+        old = self._link(name)
+        old.to_worker.close()
+        old.to_controller.close()
+        link = self._connect(name, on_message)
+        link.partitioned, link.hung = old.partitioned, old.hung
+        link.set_blocked()
         return WorkerEnd(link)
 
     def worker(self, name: str) -> AwaitableWorkerEnd:
@@ -117,6 +133,16 @@ class SimulatedNetwork:
             deliver_sent: what it has sent still arrives, unless a partition holds it back; else that is dropped too.
         """
         self._link(name).disconnect(deliver_sent=deliver_sent)
+
+    def lose_controller(self) -> None:
+        """The controller dies: nothing that it would still say is sent, and nothing reaches it any more.
+
+        What it has sent still arrives. Workers talk to the next controller, `self.controller`, after they `reconnect`.
+        """
+        self.controller.lost = True
+        self.controller = ControllerEnd(self._links)
+        for link in self._links.values():
+            link.lose_controller()
 
     def partition(self, name: str) -> None:
         """No message arrives, in either direction, until `heal`; none is lost unless the peer is disconnected."""
@@ -186,6 +212,11 @@ class _Link:
         self.to_worker.set_blocked(self.partitioned or self.hung)
         self.to_controller.set_blocked(self.partitioned)
 
+    def lose_controller(self) -> None:
+        self.connected = False
+        self.to_worker.close_for_sending()
+        self.to_controller.close()
+
     def disconnect(self, *, deliver_sent: bool) -> None:
         if self.connected and self._on_closed is not None:
             self.to_controller.tell_end(self._on_closed)
@@ -234,6 +265,7 @@ class ControllerEnd:
 
     def __init__(self, links: dict[bytes, _Link]) -> None:
         self.inbox: Inbox[tuple[bytes, Any]] = Inbox()
+        self.lost = False  # its process has died
         self._links = links
 
     async def receive(self) -> tuple[bytes, Any]:
@@ -243,7 +275,7 @@ class ControllerEnd:
     async def send(self, peer: bytes, message: object) -> None:
         """Send a message to a worker. Raises PeerGone if it is not connected."""
         link = self._links.get(peer)
-        if link is None or not link.connected:
+        if link is None or not link.connected or self.lost:
             raise PeerGone(f"{peer.decode()} is not connected")
         link.to_worker.send(message)
 

@@ -21,6 +21,7 @@ WAVE_S = 20.0  # longer than the longest trajectory takes, its reward included
 SILENCE_LIMIT_S = 9.0
 SUSPECT_AFTER_S = 4.5
 FULL_PIPELINE = 6  # steps' worth of groups that may be in progress, by max_staleness and outstanding_batches
+CONTROLLERS = 0xC0  # stream of random numbers of the controllers' losses
 TURNS = 0x7042  # stream of random numbers of what has to do with turns
 RUN_S = 35.0  # about what a run takes; faults strike within it
 
@@ -53,7 +54,19 @@ def draw_schedule(seed: int) -> FaultSchedule:
     draw = _Draw(seed)
     config = _config(draw, seed)
     workload, drawn = _workload(draw, config), _faults(draw, config)
-    return _with_turns(_Draw(seed, TURNS), FaultSchedule(seed=seed, config=config, workload=workload, faults=drawn))
+    schedule = FaultSchedule(seed=seed, config=config, workload=workload, faults=drawn)
+    return _with_controllers(_Draw(seed, CONTROLLERS), _with_turns(_Draw(seed, TURNS), schedule))
+
+
+def _with_controllers(draw: _Draw, schedule: FaultSchedule) -> FaultSchedule:
+    """A third of them lose the controller, some of these more than once, and some while something else is being mended."""
+    drawn = list(schedule.faults)
+    if draw.chance(0.33):
+        for _ in range(draw.one_of(1, 1, 1, 2, 3)):
+            moment: faults.Moment = draw.one_of("", "", "publish", "broadcast", "loss", "restart")
+            delay_s = draw.one_of(0.0, draw.seconds(0.0, 3.0))
+            drawn.append(faults.ControllerLost(at=_at(draw), moment=moment, delay_s=delay_s))
+    return replace(schedule, faults=tuple(sorted(drawn, key=lambda fault: fault.at)))
 
 
 def _with_turns(draw: _Draw, schedule: FaultSchedule) -> FaultSchedule:

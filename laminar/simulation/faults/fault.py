@@ -150,6 +150,11 @@ class SpotNotice(Fault):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class ControllerLost(Fault):
+    """The controller's process is killed; a while later another takes its place from the journal. All workers live on."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Stop(Fault):
     """The user stops the run after the current step."""
 
@@ -158,7 +163,7 @@ FAULTS: dict[str, type[Fault]] = {
     kind.__name__: kind
     for kind in (
         *(Kill, Fail, Hang, Partition, SlowLink, Duplicates),
-        *(BadReward, BadTurn, FailedCheckpoint, Pause, Stop, RelayTierLost, HostLost),
+        *(BadReward, BadTurn, FailedCheckpoint, Pause, Stop, RelayTierLost, HostLost, ControllerLost),
         *(Add, Remove, Drain, SpotNotice),
     )
 }

@@ -24,6 +24,9 @@ from laminar.simulation.workers.trainer_worker import ModelledTrainer
 
 FAIL_S = 0.1  # from a worker's saying that it fails to its end; what it said may come too late
 
+# What a person can do to a controller only.
+OF_THE_CONTROLLER = (faults.Pause, faults.Stop, faults.Add, faults.Remove, faults.Drain, faults.ControllerLost)
+
 REWARD_FAULTS: dict[str, ScoreFault] = {"hang": "hang", "raise": "error", "nan": "nan"}
 
 
@@ -99,6 +102,9 @@ class Injector:
     # ------------------------------------------------------------ what
 
     def _strike(self, fault: faults.Fault) -> None:
+        if self._run.controller_lost.is_set() and isinstance(fault, OF_THE_CONTROLLER):
+            self._log.fault(self._loop.time(), f"hits nothing, there is no controller: {describe(fault)}")
+            return
         match fault:
             case faults.BadReward():
                 self._bad_rewards += [fault] * fault.count
@@ -119,6 +125,9 @@ class Injector:
             case faults.RelayTierLost():
                 for worker in self._run.supervisor.lose_tier():
                     self._struck(fault, worker)
+            case faults.ControllerLost():
+                self._struck(fault)
+                self._run.lose_controller()
             case faults.HostLost():
                 self._lose_host(fault)
             case faults.Add() | faults.Remove() | faults.Drain():

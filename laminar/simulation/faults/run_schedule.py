@@ -148,6 +148,7 @@ def _simulated_run(schedule: FaultSchedule, before: object) -> SimulatedRun:
             latency_s=latency,
             through_codec=True,
             restart_s=3.0,
+            journal_s=0.02,
             prompts=figures.prompts,
         ),
         before=before,  # type: ignore[arg-type]

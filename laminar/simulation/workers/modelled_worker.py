@@ -45,18 +45,30 @@ class ModelledWorker:
         self.alive = True
         self.hung = False
         self.welcomed = False
+        self.is_ready = False
         # Called once when the process ends, by itself or by `kill`.
         self.on_ended: Callable[[ModelledWorker, str], None] = lambda worker, reason: None
         self._network = network
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # timers that fell due while it hung
         self._end = network.connect(self.peer, self._on_message)
         self.send = self._end.send
-        # The process number tells lives apart, as a pid does.
+        self._say_hello()
+
+    def _say_hello(self) -> None:
+        """The process number tells lives apart, as a pid does."""
+        life = self.life
         self.send(
             messages.Hello(
                 kind=self.kind, index=life.index, pid=life.number, host=life.host, version=laminar.__version__
             )
         )
+
+    def controller_back(self) -> None:
+        """Another controller has taken the lost one's place, and this process has found it."""
+        if self.alive:
+            self._end = self._network.reconnect(self.peer, self._on_message)
+            self.send = self._end.send
+            self._say_hello()
 
     # ------------------------------------------------------------ what each kind does
 
@@ -66,6 +78,13 @@ class ModelledWorker:
 
     def before_ready(self) -> None:
         """Say what the controller must know before it can take work."""
+
+    def before_ready_again(self) -> None:
+        """Say what it holds, to a controller that took another's place."""
+        self.before_ready()
+
+    def after_ready_again(self) -> None:
+        """Send what that controller may lack."""
 
     def ready_detail(self) -> str:
         """What it says of itself when it is ready."""
@@ -134,8 +153,13 @@ class ModelledWorker:
         elif isinstance(message, messages.Welcome) and not self.welcomed:
             self.welcomed = True
             self.after(self.life.start_s, self._ready)
+        elif isinstance(message, messages.Welcome) and self.is_ready:
+            self.before_ready_again()
+            self.send(messages.Ready(detail=self.ready_detail()))
+            self.after_ready_again()
 
     def _ready(self) -> None:
+        self.is_ready = True
         self.before_ready()
         self.send(messages.Ready(detail=self.ready_detail()))
         if self.life.heartbeat_s is not None:

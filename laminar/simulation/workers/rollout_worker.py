@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,16 +23,30 @@ from laminar.simulation.workers.modelled_worker import Life, ModelledWorker
 from laminar.simulation.workers.token_arrays import TokenArrays
 from laminar.simulation.workers.weight_stores import WeightStores, WeightTimes
 
+KEEP_ENDED_S = 10.0
+
 
 class _Leased:
     """A trajectory that is generated here."""
 
-    __slots__ = ("finish_reason", "lease", "sent")
+    __slots__ = ("finish_reason", "lease", "sent", "start")
 
     def __init__(self, lease: int, sent: int, finish_reason: str) -> None:
         self.lease = lease
+        self.start = sent  # response tokens that it was leased with
         self.sent = sent  # response tokens that the controller has, or will have by what was sent
         self.finish_reason = finish_reason  # when all tokens are there
+
+
+class _Ended(NamedTuple):
+    """A trajectory's part that was made here."""
+
+    lease: int
+    version: int
+    start: int  # response tokens before it
+    end: int
+    finish_reason: str | None
+    at: float
 
 
 class ModelledRollout(ModelledWorker):
@@ -71,6 +85,7 @@ class ModelledRollout(ModelledWorker):
         self._delta_interval_s = delta_interval_s
         self._multi_turn = multi_turn
         self._leased: dict[str, _Leased] = {}
+        self._ended: dict[str, _Ended] = {}  # of late, in case that a controller dies before it has written them down
         self._leases: dict[str, int] = {}  # newest lease of each trajectory that was stopped here: an older one is late
         self._timer: asyncio.TimerHandle | None = None  # the engine's next event
         self._gains_timer: asyncio.TimerHandle | None = None
@@ -91,6 +106,51 @@ class ModelledRollout(ModelledWorker):
             self._pull(message)
         else:
             super().handle(message)
+
+    # ------------------------------------------------------------ another controller
+
+    def controller_back(self) -> None:
+        """See `ModelledWorker`: not in the middle of a pull, when it could not say what it serves."""
+        if self.pulling:
+            self.after(self._times.pull_s, self.controller_back)
+        else:
+            super().controller_back()
+
+    def before_ready_again(self) -> None:
+        """See `ModelledWorker`."""
+        self._on_engine_event()
+        self._shelf.clear(self.name)  # the controller that knew of these exports is gone
+        held = {id: ended.lease for id, ended in self._ended.items()}
+        held.update({id: leased.lease for id, leased in self._leased.items()})
+        self.send(
+            messages.RolloutJoined(
+                policy_version=self.policy_version, trajectory_ids=tuple(held), leases=tuple(held.values())
+            )
+        )
+
+    def after_ready_again(self) -> None:
+        """All tokens since the beginning of each lease, those of one version in one message."""
+        again: dict[int, list[tuple[str, _Ended]]] = {}
+        for id, ended in self._ended.items():
+            again.setdefault(ended.version, []).append((id, ended))
+        for id, leased in self._leased.items():
+            entry = _Ended(leased.lease, self.policy_version, leased.start, leased.sent, None, 0.0)
+            again.setdefault(self.policy_version, []).append((id, entry))
+        for version, entries in again.items():
+            counts = [entry.end - entry.start for _, entry in entries]
+            self.send(
+                messages.TrajectoryDeltas(
+                    policy_version=version,
+                    trajectory_ids=tuple(id for id, _ in entries),
+                    leases=tuple(entry.lease for _, entry in entries),
+                    starts=np.array([entry.start for _, entry in entries], np.int32),
+                    token_counts=np.array(counts, np.int32),
+                    token_ids=self._arrays.token_ids(version, sum(counts)),
+                    logprobs=self._arrays.logprobs(sum(counts)),
+                    finish_reasons=tuple(entry.finish_reason for _, entry in entries),
+                    load=self._load(),
+                )
+            )
 
     # ------------------------------------------------------------ trajectories
 
@@ -213,11 +273,23 @@ class ModelledRollout(ModelledWorker):
     ) -> None:
         """The last deltas of these (id, response tokens); no reason given: each its own."""
         self._send(ended, [finish_reason or self._leased[id].finish_reason for id, _ in ended], exported)
+        self._remember(ended, finish_reason)
         for id, _ in ended:
             del self._leased[id]
         if finish_reason is None and not self._multi_turn:
             for id, _ in ended:
                 del self._leases[id]  # its id never comes back
+
+    def _remember(self, ended: list[tuple[str, int]], finish_reason: str | None) -> None:
+        """For as long as the controller may need to write them down."""
+        now = self.loop.time()
+        while self._ended and now - self._ended[oldest := next(iter(self._ended))].at > KEEP_ENDED_S:
+            del self._ended[oldest]
+        for id, tokens in ended:
+            leased = self._leased[id]
+            reason = finish_reason or leased.finish_reason
+            self._ended.pop(id, None)
+            self._ended[id] = _Ended(leased.lease, self.policy_version, leased.start, tokens, reason, now)
 
     def _send(
         self,

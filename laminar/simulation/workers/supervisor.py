@@ -39,8 +39,8 @@ class Supervisor:
         self._keeper: RelayKeeper | None = None
         self._ending = False
 
-    def watch_for(self, registry: WorkerRegistry, keeper: RelayKeeper) -> None:
-        """Report ended processes there."""
+    def watch_for(self, registry: WorkerRegistry | None, keeper: RelayKeeper | None) -> None:
+        """Report ended processes there; to nobody while there is no controller."""
         self._registry, self._keeper = registry, keeper
 
     def start(self, name: str, *, alone: bool = False) -> ModelledWorker:
@@ -66,6 +66,8 @@ class Supervisor:
         """mpirun ends, and every relay that it had started with it. Returns those."""
         world = f"mpirun-{self._worlds}"
         ended = [worker for worker in self.workers.values() if worker.alive and getattr(worker, "world", "") == world]
+        if not ended:
+            return []  # no mpirun of the tier runs at the moment
         for worker in ended:
             worker.kill("mpirun has ended")
         if ended:  # else it has ended before

@@ -74,6 +74,8 @@ class ModelledTrainer(ModelledWorker):
         self._ranks = ranks
         self._keep = keep_versions
         self._orders: deque[Any] = deque()
+        self._newest_order = 0
+        self._answers: list[object] = []  # to it, as far as they have been given
         self._busy = False
         super().__init__(network, life)
         self._carrier: ModelledCarrier | None = None
@@ -94,9 +96,19 @@ class ModelledTrainer(ModelledWorker):
             return
         if isinstance(message, messages.BroadcastEnded):  # memory that is zeroed in time costs no time here
             return
+        if message.order <= self._newest_order:
+            if message.order == self._newest_order:  # given again, by a controller that took another's place
+                for answer in self._answers:
+                    self.send(answer)
+            return
+        self._newest_order, self._answers = message.order, []
         self._orders.append(message)
         if not self._busy:
             self._next()
+
+    def before_ready_again(self) -> None:
+        """See `ModelledWorker`."""
+        self.send(messages.TrainerJoined(order=self._newest_order))
 
     def freeze(self) -> None:
         """See `ModelledWorker`."""
@@ -143,12 +155,16 @@ class ModelledTrainer(ModelledWorker):
             done(*arguments)
 
     def _answer(self, answer: object) -> None:
-        self.send(answer)
+        self._say(answer)
         self._next()
+
+    def _say(self, answer: object) -> None:
+        self._answers.append(answer)
+        self.send(answer)
 
     def _step_done(self, message: messages.TrainStep, seconds: float) -> None:
         self.trained.append((message.step, message.part))
-        self.send(messages.StepTrained(step=message.step, part=message.part, seconds=seconds, metrics=dict(METRICS)))
+        self._say(messages.StepTrained(step=message.step, part=message.part, seconds=seconds, metrics=dict(METRICS)))
         if message.publish_version is None:
             self._next()
         else:
@@ -162,7 +178,7 @@ class ModelledTrainer(ModelledWorker):
         if self.life.index == 0:
             self._stores.put(store_name(MASTER), version, self._keep)
             nbytes = self._times.nbytes
-            self.send(messages.WeightsPublished(policy_version=version, publish_stall_s=seconds, nbytes=nbytes))
+            self._say(messages.WeightsPublished(policy_version=version, publish_stall_s=seconds, nbytes=nbytes))
         self._next()
 
     def _saved(self, message: messages.SaveCheckpoint, seconds: float) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import functools
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from laminar.config.store_room import check_store_room
@@ -56,6 +57,7 @@ async def serve(session: WorkerSession, *, connect: Path, mpirun: int | None) ->
                 world_rank=-1 if world is None else world.rank,
                 library="" if world is None else world.library,
             )
+            session.on_rejoin = lambda: ([replace(joined, versions=tuple(store.versions()))], [])
             await session.send(joined)
             place = "without MPI" if world is None else f"{world.rank} of {world.size}, {world.library}"
             await session.ready(f"relay {place}, at {joined.address}, store {store.directory}")

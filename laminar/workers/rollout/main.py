@@ -29,6 +29,7 @@ from laminar.workers.rollout.delta_batch import DeltaBatch
 from laminar.workers.rollout.engine import EngineDelta, GenerationRequest, KvImported, RolloutEngine
 from laminar.workers.rollout.engine_settings import engine_settings, moves_kv
 from laminar.workers.rollout.engines import choose_engine
+from laminar.workers.rollout.held_tokens import HeldTokens
 from laminar.workers.rollout.kv_courier import KvCourier
 from laminar.workers.rollout.kv_folder import KvFolder
 from laminar.workers.rollout.stop_texts import StopTexts
@@ -62,14 +63,17 @@ class RolloutWorker:
         self._stop_texts = stop_texts
         self._sampling = session.config.rollout
         self._batch = DeltaBatch()
+        self._held = HeldTokens()
         self._due = asyncio.Event()  # something to send now
         self._leases: dict[str, int] = {}  # open streams
         self._notice = asyncio.Event()  # SIGTERM has come
+        self._served = -1  # version that the engine serves
         self._aborted: set[str] = set()  # request ids of those that were told to end
 
     async def run(self) -> None:
         """Serve the controller until it says `Shutdown`. What a stream raises ends the worker."""
         self._session.on_notice = self._notice.set
+        self._session.on_rejoin = self._rejoin
         try:
             async with asyncio.TaskGroup() as streams:
                 sender = streams.create_task(self._send_forever(), name="send deltas")
@@ -93,10 +97,21 @@ class RolloutWorker:
         await asyncio.sleep(self._sampling.drain_s)
         raise RuntimeError(f"got SIGTERM, and was not let go within {self._sampling.drain_s:g} s (rollout.drain_s)")
 
+    def _rejoin(self) -> tuple[list[object], list[object]]:
+        """What another controller must know: what is here, and all its tokens, in place of what is collected to be sent.
+
+        KV that waits to be imported elsewhere is dropped: the controller that knew of it is gone.
+        """
+        self._batch.take(self._load())
+        if self._courier is not None:
+            self._courier.drop_all_of(self._session.name)
+        return [self._held.joined(self._served)], list(self._held.deltas(self._load()))
+
     async def _handle(self, message: Any, streams: asyncio.TaskGroup) -> None:
         if isinstance(message, messages.Generate):
             for assignment in message.assignments:
                 self._leases[assignment.trajectory_id] = assignment.lease
+                self._held.begin(assignment)
                 streams.create_task(self._stream(assignment), name=f"stream {assignment.trajectory_id}")
         elif isinstance(message, messages.AbortTrajectories):
             for trajectory_id in message.trajectory_ids:
@@ -134,7 +149,9 @@ class RolloutWorker:
             if request_id in self._aborted:
                 if unanswered:
                     await self._kv_taken(assignment, kv, _not_imported(STOPPED_BEFORE))
-                self._batch.add(assignment.trajectory_id, lease, start, _nothing(assignment.policy_version))
+                nothing = _nothing(assignment.policy_version)
+                self._batch.add(assignment.trajectory_id, lease, start, nothing)
+                self._held.add(assignment, nothing)
                 self._due.set()
                 return
             async for delta in self._turn(assignment, self._request(assignment, kv)):
@@ -147,6 +164,7 @@ class RolloutWorker:
                     await self._kv_taken(assignment, kv, delta.imported or _not_imported(STOPPED_BEFORE))
                     unanswered = False
                 self._batch.add(assignment.trajectory_id, lease, start, delta, self._exported(assignment, delta))
+                self._held.add(assignment, delta)
                 start += len(delta.token_ids)
                 if delta.finish_reason is not None:
                     self._due.set()
@@ -244,6 +262,8 @@ class RolloutWorker:
             self._due.clear()
             load = self._load()
             message = self._batch.take(load)
+            if self._session.attached:
+                self._held.forget_old()
             if message is not None:
                 await self._session.send(message)
             elif busy:  # the last figures of a rollout that has drained
@@ -275,6 +295,7 @@ class RolloutWorker:
             await self._engine.load_weights(str(path), version)
         except ValueError as error:  # another model's weights: every version would fail like this one
             raise UserError(f"version {version} cannot be loaded: {error}") from error
+        self._served = version
         await self._session.send(
             messages.WeightsPulled(
                 policy_version=version,

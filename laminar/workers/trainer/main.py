@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -30,6 +30,7 @@ from laminar.weights.store import WeightStore
 from laminar.workers.relay.carrier_session import CarrierSession
 from laminar.workers.trainer.actor import Actor
 from laminar.workers.trainer.checkpoint import load_checkpoint, save_checkpoint
+from laminar.workers.trainer.order_book import OrderBook
 from laminar.workers.trainer.publish import Publisher
 from laminar.workers.trainer.ranks import Ranks
 from laminar.workers.worker import WorkerSession, run_worker
@@ -55,39 +56,44 @@ async def serve(session: WorkerSession) -> None:
     publisher = await in_thread(lambda: Publisher(actor, store, keep=config.relay.keep_versions))
     await session.ready(actor.describe())
 
-    async def publish(policy_version: int) -> None:
+    orders: OrderBook = OrderBook(session)
+
+    async def publish(order: int, policy_version: int) -> None:
         published = await in_thread(lambda: publisher.publish(policy_version))
         if ranks.rank == 0:
-            await session.send(
+            await orders.answer(
+                order,
                 WeightsPublished(
                     policy_version=policy_version, publish_stall_s=published.seconds, nbytes=published.nbytes
-                )
+                ),
             )
 
     async def train(message: TrainStep) -> None:
         started = time.perf_counter()
         metrics = await in_thread(lambda: actor.train_step(message))
         seconds = time.perf_counter() - started
-        await session.send(StepTrained(step=message.step, part=message.part, seconds=seconds, metrics=metrics))
+        trained = StepTrained(step=message.step, part=message.part, seconds=seconds, metrics=metrics)
+        await orders.answer(message.order, trained)
         if message.publish_version is not None:
-            await publish(message.publish_version)
+            await publish(message.order, message.publish_version)
 
     async def save(message: SaveCheckpoint) -> None:
-        await session.send(await in_thread(lambda: save_checkpoint(actor, message)))
+        await orders.answer(message.order, await in_thread(lambda: save_checkpoint(actor, message)))
 
     async def load(message: LoadCheckpoint) -> None:
         started = time.perf_counter()
         await in_thread(lambda: load_checkpoint(actor, message.path))
-        await session.send(CheckpointLoaded(step=message.step, seconds=time.perf_counter() - started))
+        loaded = CheckpointLoaded(step=message.step, seconds=time.perf_counter() - started)
+        await orders.answer(message.order, loaded)
 
-    async def work_off(orders: asyncio.Queue[Any]) -> None:
+    async def work_off() -> None:
         """One after another, until there is None. Waits for the controller to order something."""
         while (message := await orders.get()) is not None:
             match message:
                 case TrainStep():
                     await train(message)
-                case PublishWeights(policy_version=policy_version):
-                    await publish(policy_version)
+                case PublishWeights():
+                    await publish(message.order, message.policy_version)
                 case SaveCheckpoint():
                     await save(message)
                 case LoadCheckpoint():
@@ -95,10 +101,9 @@ async def serve(session: WorkerSession) -> None:
                 case _:
                     raise RuntimeError(f"the trainer has no use for {type(message).__name__}")
 
-    orders: asyncio.Queue[Any] = asyncio.Queue()
     try:
         async with asyncio.TaskGroup() as group:
-            group.create_task(work_off(orders), name="orders")
+            group.create_task(work_off(), name="orders")
             sending = None if store is None else CarrierSession(session, store, make_room=publisher.prepare)
             if sending is not None:
                 sending.make_room()
@@ -107,8 +112,8 @@ async def serve(session: WorkerSession) -> None:
                 if isinstance(message, Carry | BroadcastEnded) and sending is not None:  # goes on beside the training
                     sending.take(message)
                 else:
-                    orders.put_nowait(message)
-            orders.put_nowait(None)
+                    await orders.take(message)
+            orders.end()
             if sending is not None:
                 reporting.cancel()
     except ExceptionGroup as failures:

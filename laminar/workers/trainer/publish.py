@@ -73,10 +73,9 @@ class Publisher:
 
         Raises:
             UserError: the shared memory is too small.
-            FileExistsError: the version is there already.
         """
         started = time.perf_counter()
-        if self._store is None:
+        if self._store is None or policy_version in self._store.versions():  # these very weights, published before
             deque(self._gathered(), maxlen=0)  # holds none of them
         else:
             with self._store.begin(policy_version, self.layout) as writer:

@@ -58,7 +58,10 @@ def test_the_digest_is_of_all_lines_though_only_the_last_are_kept():
 
 
 def test_no_path_of_this_machine_and_no_address_is_printed():
-    assert describe(LoadCheckpoint(step=1, path="/home/somebody/run/step-1")) == "LoadCheckpoint step=1 path='step-1'"
+    assert (
+        describe(LoadCheckpoint(order=4, step=1, path="/home/somebody/run/step-1"))
+        == "LoadCheckpoint order=4 step=1 path='step-1'"
+    )
     prompt = Prompt(prompt_id=4, source="s", text="t", token_ids=np.arange(9, dtype=np.int32), answer="", metadata="")
     trajectory = Trajectory(trajectory_id="1.0", group_id=1, prompt=prompt)
     text = describe(trajectory)

@@ -67,7 +67,7 @@ def test_a_violation_is_shrunk_and_can_be_replayed(monkeypatch, capsys):
 
     monkeypatch.setattr(PartialResponsePool, "orphan", losing)
     monkeypatch.setattr(command, "SHRUNK", 1)
-    assert simulate_faults(seeds=12, processes=1) == 1
+    assert simulate_faults(seeds=24, processes=1) == 1
     output = capsys.readouterr().out
     assert "a trajectory in progress is in one place" in output
     line = next(line for line in output.splitlines() if line.startswith("replay: "))

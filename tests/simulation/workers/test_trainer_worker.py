@@ -39,9 +39,10 @@ async def trainer(desk, ranks=1):
     return started
 
 
-def step_message(*, step=1, part=0, publish_version=1, responses=(100, 300, 200, 400), mini_batches=2):
+def step_message(*, order=1, step=1, part=0, publish_version=1, responses=(100, 300, 200, 400), mini_batches=2):
     count = len(responses)
     return messages.TrainStep(
+        order=order,
         step=step,
         part=part,
         mini_batches=mini_batches,
@@ -86,9 +87,9 @@ async def test_orders_are_done_one_after_another():
     desk = Desk()
     (rank,) = await trainer(desk)
     await desk.tell(rank, step_message(part=0, publish_version=None))
-    await desk.tell(rank, step_message(part=1, publish_version=1))
-    await desk.tell(rank, messages.SaveCheckpoint(step=1, policy_version=1, path="p", state="{}"))
-    await desk.tell(rank, messages.LoadCheckpoint(step=1, path="p"))
+    await desk.tell(rank, step_message(order=2, part=1, publish_version=1))
+    await desk.tell(rank, messages.SaveCheckpoint(order=3, step=1, policy_version=1, path="p", state="{}"))
+    await desk.tell(rank, messages.LoadCheckpoint(order=4, step=1, path="p"))
     kinds = [type(message) for message in await desk.listen(1000)]
     assert kinds == [
         messages.StepTrained,
@@ -132,6 +133,6 @@ async def test_a_checkpoint_can_fail():
     (rank,) = await trainer(desk)
     rank.checkpoint_error = lambda step: "no space" if step == 2 else ""
     for step in (1, 2):
-        await desk.tell(rank, messages.SaveCheckpoint(step=step, policy_version=step, path="p", state="{}"))
+        await desk.tell(rank, messages.SaveCheckpoint(order=step, step=step, policy_version=step, path="p", state="{}"))
     first, second = await desk.listen(1000)
     assert (first.error, second.error) == ("", "no space")

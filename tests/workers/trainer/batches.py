@@ -8,7 +8,9 @@ import torch
 from laminar.protocol.messages import TrainStep
 
 
-def random_step(step=1, *, groups=4, group_size=4, seed=0, masked=True, lengths=(1, 20), mini_batches=1) -> TrainStep:
+def random_step(
+    step=1, *, order=1, groups=4, group_size=4, seed=0, masked=True, lengths=(1, 20), mini_batches=1
+) -> TrainStep:
     """Random trajectories of widely varying length; some response tokens are not the policy's."""
     random = np.random.default_rng(seed)
     number = groups * group_size
@@ -16,6 +18,7 @@ def random_step(step=1, *, groups=4, group_size=4, seed=0, masked=True, lengths=
     response_lengths = random.integers(*lengths, number).astype(np.int32)
     responses = int(response_lengths.sum())
     return TrainStep(
+        order=order,
         step=step,
         part=0,
         mini_batches=mini_batches,

@@ -59,7 +59,7 @@ def run(config: ExperimentConfig, folder: Path, shared_memory: Path) -> None:
     result = {"metrics": metrics, "description": actor.describe()}
     after_sgd = weights_of(actor)
     actor.train_step(random_step(3))
-    order = SaveCheckpoint(step=3, policy_version=1, path=str(folder / "checkpoint"), state="{}")
+    order = SaveCheckpoint(order=1, step=3, policy_version=1, path=str(folder / "checkpoint"), state="{}")
     result["checkpoint_error"] = save_checkpoint(actor, order).error
     at_save = weights_of(actor)
     actor.train_step(random_step(4))
@@ -68,13 +68,13 @@ def run(config: ExperimentConfig, folder: Path, shared_memory: Path) -> None:
     result["restored"] = all(torch.equal(at_save[name], tensor) for name, tensor in weights_of(actor).items())
     actor.train_step(random_step(4))
     result["next_step_equal"] = all(torch.equal(after[name], tensor) for name, tensor in weights_of(actor).items())
-    order = SaveCheckpoint(step=4, policy_version=1, path=str(folder / "refused"), state="{}")
+    order = SaveCheckpoint(order=1, step=4, policy_version=1, path=str(folder / "refused"), state="{}")
     with patch.object(checkpoint_module, "free_bytes", lambda _: 0 if ranks.rank == 0 else 10**12):
         result["refused_error"] = save_checkpoint(actor, order).error
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if ranks.rank == 1:  # the disk of one rank fills up in the middle
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    order = SaveCheckpoint(step=4, policy_version=1, path=str(folder / "limited"), state="{}")
+    order = SaveCheckpoint(order=1, step=4, policy_version=1, path=str(folder / "limited"), state="{}")
     result["limited_error"] = save_checkpoint(actor, order).error
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(result))

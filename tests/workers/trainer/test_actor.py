@@ -177,6 +177,7 @@ def test_rewarded_response_becomes_likelier(make_actor):
         return dataclasses.replace(empty, step=step, engine_logprobs=engine)
 
     empty = TrainStep(
+        order=1,
         step=1,
         part=0,
         mini_batches=1,

@@ -19,7 +19,7 @@ from tests.workers.trainer.batches import largest_difference, parameters_of, ran
 
 
 def order(path, step=1):
-    return SaveCheckpoint(step=step, policy_version=step + 10, path=str(path), state='{"cursor": 5}')
+    return SaveCheckpoint(order=1, step=step, policy_version=step + 10, path=str(path), state='{"cursor": 5}')
 
 
 def nbytes(folder):

@@ -132,13 +132,13 @@ async def test_two_ranks_train_publish_and_write_a_checkpoint(controller, make_c
     assert ready.keys() == {0, 1}
     assert "2 ranks, data_parallel" in ready[1].detail
 
-    await controller.send(PublishWeights(policy_version=0))
+    await controller.send(PublishWeights(order=1, policy_version=0))
     published = await controller.expect(WeightsPublished, 1)
     assert published.keys() == {0}
     store = WeightStore(controller.run_id, "relay-0")
     assert store.versions() == [0]
 
-    await controller.send(random_step(1))
+    await controller.send(random_step(1, order=2))
     trained = await controller.expect(StepTrained, 2)
     assert trained[0].metrics == trained[1].metrics
     assert trained[0].seconds > 0
@@ -148,7 +148,7 @@ async def test_two_ranks_train_publish_and_write_a_checkpoint(controller, make_c
     assert published[0].nbytes == store.open(1).layout.total_bytes
 
     path = tmp_path / "checkpoints" / "step-1"
-    await controller.send(SaveCheckpoint(step=1, policy_version=1, path=str(path), state="{}"))
+    await controller.send(SaveCheckpoint(order=3, step=1, policy_version=1, path=str(path), state="{}"))
     saved = await controller.expect(CheckpointSaved, 2)
     assert all(answer.error == "" and answer.nbytes > 0 for answer in saved.values())
     exported = load_file(path / "huggingface" / "model.safetensors")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from laminar.controller.journal.restore import Restored
 from laminar.observability.events import GroupDropped, TrajectoryFinished
 from laminar.simulation.faults.invariants.invariant import Invariant, Observed
 from laminar.simulation.faults.invariants.once import EachPromptEndsOnce
@@ -26,6 +27,7 @@ class CountsAddUp(Invariant):
     def __init__(self, run: Observed, ledger: EachPromptEndsOnce) -> None:
         super().__init__(run)
         self._ledger = ledger
+        self._left = 0  # that an earlier controller has left
         self._withdrawn = 0  # finished trajectories of dropped groups: their scores may still be pending
         self._finished: dict[str, None] = {}
 
@@ -41,6 +43,17 @@ class CountsAddUp(Invariant):
 
     def _on_dropped(self, event: GroupDropped) -> None:
         self._withdrawn += sum(trajectory.finished_at is not None for trajectory in event.group.trajectories)
+
+    def taken_up(self, restored: Restored) -> None:
+        """See `Invariant`."""
+        self._withdrawn = 0
+        self._left = restored.left
+        unfinished = {t.trajectory_id for g in restored.groups for t in g.trajectories if t.finish_reason is None}
+        self._finished = {
+            one: None
+            for one in self._finished
+            if one not in unfinished and int(one.partition(".")[0]) < restored.next_group
+        }
 
     def recount(self) -> None:
         """See `Invariant`."""
@@ -59,7 +72,7 @@ class CountsAddUp(Invariant):
         if buffer.trained != len(ledger.trained):
             self.fail(f"buffer: {buffer.trained} trained, {len(ledger.trained)} by the events")
         left = len(ledger.dropped) - buffer.dropped  # by data.last_batch: after them nothing is admitted
-        if left and not self.controller.prompts.ended:
+        if left > self._left and not self.controller.prompts.ended:
             self.fail(f"buffer: {buffer.dropped} dropped, {len(ledger.dropped)} by the events")
         if buffer.admitted != len(outstanding) + len(training) + len(ledger.trained) + left:
             self.fail(

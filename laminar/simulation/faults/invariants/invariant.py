@@ -11,7 +11,9 @@ from typing import Any, ClassVar, NoReturn
 
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.controller import Controller
+from laminar.controller.journal.restore import Restored
 from laminar.controller.schedules.make_schedule import max_staleness
+from laminar.simulation.cluster import SimulatedRun
 from laminar.simulation.models.workload import Workload
 
 
@@ -28,10 +30,15 @@ class InvariantViolation(Exception):
 class Observed:
     """A run as the checks see it."""
 
-    controller: Controller
+    made: SimulatedRun
     workload: Workload
     prompts: int | None  # the data ends after so many positions
     violations: list[InvariantViolation] = field(default_factory=list)  # in order; only the first says something
+
+    @property
+    def controller(self) -> Controller:
+        """The one that lives now."""
+        return self.made.controller
 
     @property
     def config(self) -> ExperimentConfig:
@@ -51,7 +58,18 @@ class Invariant:
 
     def __init__(self, run: Observed) -> None:
         self.run = run
-        self.controller = run.controller
+
+    @property
+    def controller(self) -> Controller:
+        """The one that lives now."""
+        return self.run.controller
+
+    def watch(self, controller: Controller) -> None:
+        """Called for each controller of the run before it starts, to look at calls of its parts."""
+
+    def taken_up(self, restored: Restored) -> None:
+        """Another controller goes on from this state. What the one before had not written down by then has not happened; what
+        it had told a worker, or had written long ago, has."""
 
     def event_handlers(self) -> dict[type, Callable[[Any], None]]:
         """By type of event: called at every event of this type, in the middle of what the controller does."""

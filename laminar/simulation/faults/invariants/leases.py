@@ -5,8 +5,9 @@ One place: in flight on one rollout, or an orphan, or destined for one rollout, 
 
 from __future__ import annotations
 
+from laminar.controller.controller import Controller
 from laminar.protocol.messages import TrajectoryDeltas
-from laminar.simulation.faults.invariants.invariant import Invariant, Observed
+from laminar.simulation.faults.invariants.invariant import Invariant
 from laminar.trajectory import Trajectory, TrajectoryState
 
 IN_PROGRESS = (TrajectoryState.GENERATING, TrajectoryState.MIGRATING, TrajectoryState.ORPHANED)
@@ -17,9 +18,9 @@ class LeasesFence(Invariant):
 
     name = "leases fence late messages"
 
-    def __init__(self, run: Observed) -> None:
-        super().__init__(run)
-        pool = run.controller.pool
+    def watch(self, controller: Controller) -> None:
+        """See `Invariant`."""
+        pool = controller.pool
         take_in = pool.take_in
 
         def watched(message: TrajectoryDeltas, now: float) -> list[Trajectory]:
@@ -38,8 +39,8 @@ class LeasesFence(Invariant):
             )
             current = dict.fromkeys(before, False)  # whether some delta came under the current lease
             for trajectory_id, lease, start, count in deltas:
-                if trajectory_id in before and lease == before[trajectory_id][0] and start == may_have[trajectory_id]:
-                    may_have[trajectory_id] += count
+                if trajectory_id in before and lease == before[trajectory_id][0] and start <= may_have[trajectory_id]:
+                    may_have[trajectory_id] = max(may_have[trajectory_id], start + count)
                     current[trajectory_id] = True
             for trajectory_id, trajectory in trajectories.items():
                 assert trajectory is not None
@@ -91,6 +92,10 @@ class OnePlace(Invariant):
                     self.fail(
                         f"trajectory {trajectory.trajectory_id}, {trajectory.state.value}, comes back to {rollout}"
                     )
+        for rollout, awaited in self.controller.fleet._awaited.items():
+            for trajectory_id, trajectory in awaited.items():
+                if pool.get(trajectory_id) is trajectory:  # else its group was dropped meanwhile
+                    holders.setdefault(trajectory_id, []).append(f"awaited with {rollout}")
         for trajectory_id, trajectory in pool.orphans.items():
             holders.setdefault(trajectory_id, []).append("orphans")
             if trajectory.state is not TrajectoryState.ORPHANED:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from laminar.controller.controller import Controller
 from laminar.controller.environment_manager import score_limit_s
 from laminar.protocol.messages import Hello
 from laminar.simulation.faults import fault as faults
@@ -27,14 +28,18 @@ class LossesHaveCauses(Invariant):
         self._strikes = strikes
         self._now = now
         self._joined_at: dict[str, float] = {}  # newest process of each worker
-        lost = self.controller.registry.lost
+
+    def watch(self, controller: Controller) -> None:
+        """See `Invariant`."""
+        registry = controller.registry
+        lost = registry.lost
 
         def watched(name: str, reason: str) -> None:
-            if name in self.controller.registry.workers:
+            if name in registry.workers and not self.run.made.controller_lost.is_set():
                 self._check(name, reason)
             lost(name, reason)
 
-        self.controller.registry.lost = watched  # type: ignore[method-assign]
+        registry.lost = watched  # type: ignore[method-assign]
 
     def message_handlers(self) -> dict[type, Callable[[str, bool, Any], None]]:
         """See `Invariant`."""

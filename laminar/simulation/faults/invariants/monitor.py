@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
+from laminar.controller.journal.restore import Restored
 from laminar.protocol.messages import Shutdown
 from laminar.simulation.cluster import SimulatedRun
 from laminar.simulation.faults.event_log import EventLog
@@ -52,7 +54,7 @@ class Monitor:
         self._loop = asyncio.get_running_loop()
         now = self._loop.time
         observed = self._observed = Observed(
-            controller=run.controller, workload=run.models.workload, prompts=self._schedule.workload.prompts
+            made=run, workload=run.models.workload, prompts=self._schedule.workload.prompts
         )
         ledger = EachPromptEndsOnce(observed)
         losses = LossesHaveCauses(observed, self._injector.strikes, now)
@@ -80,9 +82,20 @@ class Monitor:
                 self._on_message.setdefault(message_type, []).append(on_message)
         run.events.subscribe(self._event)
         run.network._wire.trace = self._delivery
-        self._watch_end(run)
+        self._watch(run)
 
-    def _watch_end(self, run: SimulatedRun) -> None:
+        def taken_up(restored: Restored) -> None:
+            self.happened["ControllerRestored"] += 1
+            for invariant in self._invariants:
+                self._checked(partial(invariant.taken_up, restored))
+            self._watch(run)
+
+        run.on_taken_up = taken_up
+
+    def _watch(self, run: SimulatedRun) -> None:
+        """Look at calls of the controller that is about to run."""
+        for invariant in self._invariants:
+            invariant.watch(run.controller)
         controller_run, send = run.controller.run, run.network.controller.send
 
         async def watched_run(*arguments: Any) -> None:
@@ -124,6 +137,8 @@ class Monitor:
 
     def _recount(self) -> None:
         self._recount_due = False
+        if self._observed.made.controller_lost.is_set():
+            return
         for invariant in self._invariants:
             self._checked(invariant.recount)
 

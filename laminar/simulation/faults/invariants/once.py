@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from laminar.controller.journal.restore import Restored
 from laminar.observability.events import (
     GroupDropped,
     GroupsReturned,
@@ -42,6 +43,31 @@ class EachPromptEndsOnce(Invariant):
             TrainerRestarted: self._on_restarted,
             PromptRejected: self._on_rejected,
         }
+
+    def taken_up(self, restored: Restored) -> None:
+        """See `Invariant`."""
+        unended = {group.group_id for group in (*restored.outstanding, *restored.in_training)}
+        for group_id in [group_id for group_id in self.admitted if group_id >= restored.next_group]:
+            if self._end_of(group_id):
+                self.fail(f"the journal has not heard of group {group_id}, which {self._end_of(group_id)}")
+            del self._group_of[self.admitted.pop(group_id)]
+        for group_id in unended & self.trained.keys():
+            if self.trained.pop(group_id) != restored.step + 1:
+                self.fail(f"the journal has forgotten that group {group_id} is trained; it knows step {restored.step}")
+        for step, groups in enumerate(
+            restored.since_checkpoint, start=restored.step - len(restored.since_checkpoint) + 1
+        ):
+            self.trained.update(
+                {group.group_id: step for group in groups}
+            )  # that they were returned had not been written
+        for group_id in unended & self.dropped.keys():
+            del self.dropped[group_id]
+        self.rejected = {prompt_id: why for prompt_id, why in self.rejected.items() if prompt_id in restored.rejected}
+        lost = [one for one in self.admitted if not self._end_of(one) and one not in unended]
+        if lost or unended - self.admitted.keys():
+            self.fail(
+                f"the journal lacks groups {lost}, and knows {sorted(unended - self.admitted.keys())} that nobody does"
+            )
 
     def _on_started(self, event: TrajectoryStarted) -> None:
         group_id, prompt_id = event.trajectory.group_id, event.trajectory.prompt.prompt_id

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from laminar.protocol.messages import Generate, PullFailed, PullWeights, TrajectoryDeltas, WeightsPulled
+from laminar.protocol.messages import Generate, PullFailed, PullWeights, RolloutJoined, TrajectoryDeltas, WeightsPulled
 from laminar.simulation.faults.invariants.invariant import Invariant, Observed
 
 
@@ -26,12 +26,23 @@ class ServesWhatItLoaded(Invariant):
     def message_handlers(self) -> dict[type, Callable[[str, bool, Any], None]]:
         """See `Invariant`."""
         return {
+            RolloutJoined: self._on_joined,
             PullWeights: self._on_pull,
             WeightsPulled: self._on_pulled,
             PullFailed: self._on_failed,
             Generate: self._on_generate,
             TrajectoryDeltas: self._on_deltas,
         }
+
+    def _on_joined(self, peer: str, to_worker: bool, message: RolloutJoined) -> None:
+        """To a new controller; the answer to the last pull may have been for the one before."""
+        asked = self._pulling.pop(peer, None)
+        version = message.policy_version
+        if asked is not None and version != self._served.get(peer):
+            self._pulling[peer] = asked
+            self._on_pulled(peer, to_worker, WeightsPulled(policy_version=version, seconds=0.0, nbytes=0))
+        elif version != self._served.get(peer, -1):
+            self.fail(f"{peer} says that it serves version {version}; it has loaded {self._served.get(peer)}")
 
     def _on_pull(self, peer: str, to_worker: bool, message: PullWeights) -> None:
         self._pulling[peer] = message

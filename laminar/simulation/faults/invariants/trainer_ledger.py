@@ -35,6 +35,7 @@ class TrainedOnceWithinTheBound(Invariant):
         self._saved: dict[int, dict[int, dict[int, list[int]]]] = {}  # by checkpointed step: `_steps` then
         self._being_saved: dict[int, dict[int, dict[int, list[int]]]] = {}
         self._life = ""  # newest peer of rank 0
+        self._newest_order = 0  # that it got
         self._restarts = 0
         self._published = -1
 
@@ -54,8 +55,9 @@ class TrainedOnceWithinTheBound(Invariant):
         }
 
     def _on_train(self, peer: str, to_worker: bool, message: TrainStep) -> None:
-        if peer != self._life:
+        if peer != self._life or message.order <= self._newest_order:  # given again, and not obeyed again
             return
+        self._newest_order = message.order
         groups = list(dict.fromkeys(message.group_ids.tolist()))
         if message.part == 0:
             self._steps[message.step] = {}

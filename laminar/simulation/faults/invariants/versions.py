@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from laminar.controller.journal.restore import Restored
 from laminar.observability.events import StepFinished, StepStarted, TrajectoryFinished, WeightsPublished
 from laminar.simulation.faults.invariants.invariant import Invariant, Observed
 from laminar.simulation.models.turns import OBSERVATION_TOKEN, whole_response
@@ -89,6 +90,12 @@ class VersionsGrow(Invariant):
         """See `Invariant`."""
         return {WeightsPublished: self._on_published, StepStarted: self._on_started}
 
+    def taken_up(self, restored: Restored) -> None:
+        """See `Invariant`."""
+        if not restored.policy_version <= self._newest <= restored.issued:
+            self.fail(f"published: {self._newest}; the journal: {restored.policy_version}, ordered {restored.issued}")
+        self._newest, self._trained_since = restored.policy_version, False
+
     def _on_started(self, event: StepStarted) -> None:
         self._trained_since = True
 
@@ -107,5 +114,6 @@ class VersionsGrow(Invariant):
             self.fail(f"the trainer is at version {trainer.policy_version}, the relays at {relays.published_version}")
         for relay in relays.relays.values():
             held = relay.versions
-            if held != sorted(set(held)) or len(held) > relay.keep or (held and held[-1] > trainer.policy_version):
+            newest = max(trainer.policy_version, trainer._orders.issued)
+            if held != sorted(set(held)) or len(held) > relay.keep or (held and held[-1] > newest):
                 self.fail(f"relay-{relay.rank} is said to hold {held}; published: {trainer.policy_version}")

@@ -1,0 +1,75 @@
+"""`python -m laminar.launch.controller_main RUN_DIR DESCRIPTOR`: the controller's process, as the supervisor starts it.
+
+Exit status as that of `laminar train`. Everything that it needs is in the run directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import uvloop
+
+from laminar.config.load import load_config
+from laminar.config.schema import ExperimentConfig
+from laminar.errors import RunFailed, UserError
+from laminar.launch import controller_process
+from laminar.launch.commands import expected_workers
+from laminar.launch.records import Records
+from laminar.launch.run import Interrupted, LocalRun
+from laminar.launch.supervised import SupervisedProcesses
+from laminar.observability.events import EventBus
+from laminar.observability.run_directory import CONFIG, RunDirectory
+from laminar.observability.terminal import Terminal
+
+
+def main() -> int:
+    """One controller's life."""
+    run_dir, descriptor = Path(sys.argv[1]), int(sys.argv[2])
+    try:
+        config = load_config(run_dir / CONFIG)
+        controller_process.prepare(len(expected_workers(config)))
+        directory = RunDirectory.open(run_dir)
+        try:
+            return _run(config, directory, descriptor)
+        finally:
+            directory.close()
+    except UserError as error:
+        print(f"laminar: {error}", file=sys.stderr)
+        return 2
+    except RunFailed as error:
+        print(f"laminar: the run failed: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(config: ExperimentConfig, directory: RunDirectory, descriptor: int) -> int:
+    events = EventBus()
+    started = time.monotonic()
+
+    def elapsed() -> float:
+        return time.monotonic() - started
+
+    directory.record(events, elapsed)
+    terminal = Terminal(events, config, run_dir=directory.path, now=elapsed)
+    terminal.open()
+
+    async def run() -> str:
+        processes = await SupervisedProcesses.connect(directory.path, descriptor)
+        return await LocalRun(config, directory.path, events, terminal, processes, Records(directory.path)).run()
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            outcome = runner.run(run())
+        terminal.finish(outcome)
+    except Interrupted:
+        terminal.finish("stopped at once by the second Ctrl-C")
+        return 130
+    finally:
+        terminal.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

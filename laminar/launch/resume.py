@@ -1,0 +1,136 @@
+"""`laminar train --resume RUN_DIR`: every check that is made before a run is taken up, and from which checkpoint.
+
+Invariant: a run is resumed with the model, the data and the journal that it had, from a checkpoint of its own, or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+from laminar.config.changes import check_changes
+from laminar.config.data_schema import JsonlSource
+from laminar.config.load import to_yaml
+from laminar.config.schema import ExperimentConfig
+from laminar.controller.journal.restore import read_meta
+from laminar.controller.journal.tables import JOURNAL, open_journal
+from laminar.errors import UserError
+from laminar.launch.preflight import preflight
+from laminar.launch.records import note
+from laminar.observability.run_directory import CONFIG
+
+COMPLETE = "complete.json"  # as in laminar/workers/trainer/checkpoint.py
+READ_BYTES = 1 << 20
+
+
+def fingerprints(config: ExperimentConfig) -> dict[str, str]:
+    """What tells this model and this data from others of the same name."""
+    return {"model": _model(Path(config.model.path)), "data": _data(config)}
+
+
+def take_up(run_dir: Path, overrides: Sequence[str]) -> tuple[ExperimentConfig, str]:
+    """Check a run that is to be resumed, and write down what changes. Returns the config and the run's id.
+
+    Raises:
+        UserError: what is wrong, and what to do about it.
+    """
+    path = run_dir / JOURNAL
+    connection = open_journal(path)
+    try:
+        meta = read_meta(connection)
+        before = ExperimentConfig.model_validate_json(meta["config"])
+        config = preflight(run_dir / CONFIG, overrides)
+        changed = check_changes(before, config)
+        _check_fingerprints(config, meta)
+        said = _choose_checkpoint(connection, meta["run_id"], run_dir)
+        note(connection, config=config.model_dump_json())
+    except (KeyError, ValueError, sqlite3.Error) as error:
+        raise UserError(
+            f"{path}: damaged ({type(error).__name__}: {error}). Put back a copy of the run directory from before the damage, "
+            "or start a new run from a checkpoint's huggingface folder (model.path)"
+        ) from error
+    finally:
+        connection.close()
+    (run_dir / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+    for key, old, new in changed:
+        print(f"{key}: {old} -> {new}")
+    print(f"resuming {run_dir} {said}")
+    return config, meta["run_id"]
+
+
+def _check_fingerprints(config: ExperimentConfig, meta: dict[str, str]) -> None:
+    now = fingerprints(config)
+    if now["model"] != meta["model"]:
+        raise UserError(
+            f"model.path: the files in {config.model.path} are not those that the run began with, and its checkpoints are of "
+            "that model. Put them back, or start a new run"
+        )
+    if now["data"] != meta["data"]:
+        where = config.data.source.path if isinstance(config.data.source, JsonlSource) else "data.source"
+        raise UserError(
+            f"data.source: {where} has changed since the run began, and prompts are told by their position in it. "
+            "Put it back as it was, or start a new run"
+        )
+
+
+def _choose_checkpoint(connection: sqlite3.Connection, run_id: str, run_dir: Path) -> str:
+    """Leave the newest that is there, complete and of this run as the journal's newest; says which."""
+    rows = connection.execute("SELECT step, path, policy_version FROM checkpoints ORDER BY step DESC").fetchall()
+    missing = []
+    for step, name, version in rows:
+        # Where the run directory was moved, its checkpoints have moved with it.
+        folder = Path(name) if Path(name).is_dir() else run_dir / "checkpoints" / Path(name).name
+        if not folder.is_dir():
+            missing.append(step)
+            continue
+        _check_checkpoint(folder, run_id, step, version)
+        connection.execute("UPDATE checkpoints SET path = ? WHERE step = ?", (str(folder), step))
+        connection.executemany("DELETE FROM checkpoints WHERE step = ?", [(gone,) for gone in missing])
+        skipped = f" (those of steps {missing} are gone)" if missing else ""
+        return f"from the checkpoint of step {step}{skipped}"
+    if missing:
+        raise UserError(
+            f"{run_dir / 'checkpoints'}: the checkpoints of steps {missing} are gone, and what their steps have trained cannot be "
+            "told from what is lost. Put one of them back, or start a new run"
+        )
+    return "from the beginning: it has no checkpoint yet"
+
+
+def _check_checkpoint(folder: Path, run_id: str, step: int, version: int) -> None:
+    remedy = "Put it back as it was, or delete the folder to resume from an older checkpoint"
+    try:
+        marker = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
+        found = (marker["state"]["run_id"], marker["step"], marker["policy_version"])
+    except FileNotFoundError:
+        raise UserError(f"{folder}: not a complete checkpoint, it has no {COMPLETE}. {remedy}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / COMPLETE}: damaged ({error}). {remedy}") from error
+    if found != (run_id, step, version):
+        raise UserError(
+            f"{folder}: a checkpoint of run {found[0]}, step {found[1]}, version {found[2]}; the journal knows one of run "
+            f"{run_id}, step {step}, version {version}. {remedy}"
+        )
+
+
+def _model(folder: Path) -> str:
+    """Of the small files their contents, of the weights their names and sizes."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+            if path.suffix == ".json":
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _data(config: ExperimentConfig) -> str:
+    if not isinstance(config.data.source, JsonlSource):
+        return "generated"  # by the config alone
+    digest = hashlib.sha256()
+    with open(config.data.source.path, "rb") as file:
+        while piece := file.read(READ_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
