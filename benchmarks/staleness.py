@@ -15,7 +15,9 @@ import copy
 import tempfile
 import time
 from collections import deque
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ from laminar.workers.trainer.ranks import Ranks
 SYMBOLS, LENGTH = 8, 4
 GROUPS, GROUP_SIZE, MINI_BATCHES = 32, 8, 2
 STEPS, EVALUATE_EVERY, EVALUATED_PROMPTS = 60, 10, 256
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 1e-2  # high: with a low one, even what is 8 versions old is hardly stale
 
 # name -> (the section `algorithm`, what it does)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -67,15 +69,13 @@ class Learned:
 def main() -> None:
     """Run the study and print its table."""
     options = arguments()
-    torch.set_num_threads(1)
-    disable_progress_bar()
     started = time.perf_counter()
+    cells = [(variant, staleness) for variant in options.variants for staleness in options.staleness]
     runs: dict[tuple[str, int], list[Learned]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for variant in options.variants:
-            for staleness in options.staleness:
-                runs[variant, staleness] = [learn(Path(folder), variant, staleness, seed) for seed in options.seeds]
-                print(row(variant, staleness, runs[variant, staleness]), flush=True)
+    with ProcessPoolExecutor(options.processes, get_context("spawn"), initializer=prepare) as pool:
+        for cell, learned in zip(cells, pool.map(learn_all, cells, [options.seeds] * len(cells)), strict=True):
+            runs[cell] = learned
+            print(row(*cell, learned), flush=True)
     print("\n" + table(runs, options.variants, options.staleness))
     print(f"\n{len(runs) * len(options.seeds)} runs in {time.perf_counter() - started:.0f} s")
     if options.plot is not None:
@@ -90,6 +90,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2, 4, 8], help="versions")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--processes", type=int, default=1, help="runs at once, each on one core")
     parser.add_argument("--plot", type=Path, help="write an SVG file")
     return parser.parse_args()
 
@@ -97,9 +98,21 @@ def arguments() -> argparse.Namespace:
 # ------------------------------------------------------------ one run
 
 
+def prepare() -> None:
+    """In each process."""
+    torch.set_num_threads(1)
+    disable_progress_bar()
+
+
+def learn_all(cell: tuple[str, int], seeds: list[int]) -> list[Learned]:
+    """The runs of a variant and a staleness."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [learn(Path(folder), *cell, seed) for seed in seeds]
+
+
 def learn(folder: Path, variant: str, staleness: int, seed: int) -> Learned:
     """Train a new model from this seed, and follow the reward."""
-    path = make_model(folder / f"model-{seed}", seed)
+    path = make_model(folder / str(seed), seed)
     config = experiment(path, VARIANTS[variant], seed)
     actor = Actor(config, Ranks(config))
     random = np.random.default_rng(seed)
@@ -143,8 +156,6 @@ def experiment(path: Path, algorithm: dict[str, Any], seed: int) -> ExperimentCo
 
 def make_model(path: Path, seed: int) -> Path:
     """A folder with a random model of one layer and a tokenizer of one token per symbol."""
-    if path.exists():
-        return path
     vocabulary = {str(symbol): symbol for symbol in range(SYMBOLS)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="0")))
     tokenizer.save_pretrained(path)
