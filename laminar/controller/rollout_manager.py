@@ -26,6 +26,7 @@ from laminar.observability.events import (
     GroupDropped,
     KvMoved,
     Notice,
+    RolloutsRepacked,
     TokensAppended,
     TrajectoryFinished,
     TrajectoryMoved,
@@ -67,6 +68,7 @@ class RolloutManager:
         self._buffer = buffer
         self._group_size = config.trainer.group_size
         self._max_running = config.rollout.max_running
+        self._repacks = config.repack.enabled
         self._max_response_tokens = config.rollout.max_response_tokens
         self._regenerate = config.rollout.on_lost_version == "regenerate"
         self._seed = config.seed
@@ -96,7 +98,9 @@ class RolloutManager:
         own = replica.policy_version
         if self.schedule.interrupts:
             return max(own, replica.relay.stored_version)
-        if replica.receiving or self.pool.destined(replica.name) or self.pool.in_environment(replica.name):
+        if replica.receiving or self.pool.destined(replica.name):
+            return own
+        if self.pool.in_environment(replica.name) and not self._hands_over(replica):
             return own
         if self.pool.orphans:
             self._settle_orphans()
@@ -105,6 +109,38 @@ class RolloutManager:
             if not replica.in_flight and (version := self._version_to_rescue(replica)) is not None:
                 return version
         return max(own, replica.relay.stored_version)
+
+    def _hands_over(self, replica: Replica) -> bool:
+        """Whether trajectories that are to come back to it from the environment come back to a busier rollout of its version
+        instead, so that it can take newer weights now: a repack (`repack.enabled`) that nobody has to be stopped for.
+        """
+        if not self._repacks or replica.in_flight or replica.relay.stored_version <= replica.policy_version:
+            return False
+        moved = self.pool.in_environment(replica.name)
+        targets = [
+            other
+            for other in self.replicas.values()
+            if other is not replica
+            and other.policy_version == replica.policy_version
+            and 0 < len(other.in_flight) <= self._max_running - len(moved)
+            and other.stopping_for is None
+            and self.fleet.takes_work(other)
+        ]
+        if not targets:
+            return False
+        target = max(targets, key=lambda other: len(other.in_flight))
+        for trajectory in moved:
+            self.pool.rehome(trajectory, target.name)
+        self._events.emit(
+            RolloutsRepacked(
+                source=replica.name,
+                target=target.name,
+                trajectories=len(moved),
+                tokens=sum(len(t.prompt.token_ids) + t.num_tokens for t in moved),
+                seconds=0.0,
+            )
+        )
+        return True
 
     def may_pull(self, replica: Replica, version: int) -> bool:
         """Whether a drained rollout may take this version now.
@@ -302,7 +338,9 @@ class RolloutManager:
             self.pool.finish(trajectory, "length", self._now())
         self.kv_exports.over(trajectory.trajectory_id)
         if trajectory.state is TrajectoryState.ENVIRONMENT:
-            if replica.stopping_for in self.replicas:
+            if replica.leaving:
+                self.pool.rehome(trajectory, "")
+            elif replica.stopping_for in self.replicas:
                 self.pool.rehome(trajectory, replica.stopping_for)
             self._events.emit(TurnEnded(trajectory=trajectory))
         else:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from laminar.environments.sandboxing.warden import Request, Verdict
+from laminar.environments.sandboxing.request import Request, Verdict
 
 STOP_LIMIT_S = 10.0  # for the warden to end everything; a machine may be busy
 _ROOT = Path(__file__).parents[2]  # folder that holds the package
@@ -79,7 +78,7 @@ async def run_python(code: str, *, stdin: str = "", limits: SandboxLimits) -> Sa
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 cwd="/",
-                env={"LANG": "C.UTF-8", "TMPDIR": tempfile.gettempdir()},
+                env={"LANG": "C.UTF-8"},
                 start_new_session=True,
             )
         try:
@@ -110,8 +109,9 @@ def _request(code: str, stdin: str, limits: SandboxLimits) -> bytes:
     prefixes = [os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)]
     python = os.path.join(prefixes[0], "bin", os.path.basename(sys.executable))
     request = Request(
-        code=code,
-        stdin=stdin,
+        code=code.encode(errors="surrogatepass"),
+        stdin=stdin.encode(errors="surrogatepass"),
+        folder=tempfile.gettempdir(),
         python=python,
         readable=tuple(dict.fromkeys(prefixes)),
         time_s=limits.time_s,
@@ -120,7 +120,7 @@ def _request(code: str, stdin: str, limits: SandboxLimits) -> bytes:
         scratch_bytes=limits.scratch_bytes,
         use_namespaces=limits.use_namespaces,
     )
-    return json.dumps(asdict(request)).encode()
+    return request.pack()
 
 
 async def _converse(
@@ -140,14 +140,14 @@ async def _converse(
 
     loop = asyncio.get_running_loop()
     try:
-        await loop.sock_sendall(door, b"%d\n%s" % (len(request), request))
+        await loop.sock_sendall(door, request)
         await asyncio.gather(collect(warden.stdout, output.texts[0]), collect(warden.stderr, output.texts[1]))
-        answer = bytearray()
+        answer = b""
         while piece := await loop.sock_recv(door, 1 << 16):
             answer += piece
     except ConnectionError:
         return output, None
-    return output, Verdict(**json.loads(answer)) if answer else None
+    return output, Verdict.unpack(answer) if answer else None
 
 
 def _stop(door: socket.socket) -> None:

@@ -308,3 +308,22 @@ def _long_tailed(config):
         groups_per_step=config.trainer.groups_per_step,
         seed=1,
     )
+
+
+def test_a_rollout_whose_trajectories_are_all_at_the_environment_hands_them_over_for_newer_weights():
+    config = experiment(
+        environment__name="python_tool",
+        repack__enabled=True,
+        trainer__steps=10,
+        trainer__groups_per_step=2,
+        schedule__max_staleness=8,
+        reward__workers=16,
+    )
+    tools = ToolCalls(minimum=0, maximum=2, latency_median_s=1.0, latency_p99_s=20.0, latency_limit_s=25.0)
+    run = Recorded(config, workload=workload(config, tools=tools)).to_the_end()
+    handed_over = [event for event in run.of(event_types.RolloutsRepacked) if event.seconds == 0.0]
+    assert handed_over
+    for step in run.of(event_types.StepFinished):
+        for trajectory in (t for group in step.groups for t in group.trajectories):
+            assert len(trajectory.versions) == 1
+    assert len(run.of(event_types.StepFinished)) == 10

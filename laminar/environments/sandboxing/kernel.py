@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
+
+SIGKILL = 9
+SIGSTOP = 19
 
 CLONE_NEWNS = 0x00020000  # mounts
 CLONE_NEWUTS = 0x04000000  # host name
@@ -92,9 +94,9 @@ def pivot_root(new_root: str) -> None:
     os.chdir("/")
 
 
-def die_with_parent(number: signal.Signals) -> None:
-    """Have this process get a signal when the thread that started it ends."""
-    _checked(_libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0), "prctl")
+def die_with_parent() -> None:
+    """Have this process killed when the thread that started it ends."""
+    _checked(_libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(SIGKILL), 0, 0, 0), "prctl")
 
 
 def adopt_orphans() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Iterable
 
 from laminar.environments.sandboxing import kernel
 
@@ -27,7 +26,7 @@ def landlock_version() -> int:
         return 0
 
 
-def confine_files(*, readable: Iterable[str], writable: Iterable[str]) -> bool:
+def confine_files(*, readable: tuple[str, ...], writable: tuple[str, ...]) -> bool:
     """Give up all files but these and what is below them; False where the kernel has no Landlock.
 
     Paths that do not exist are passed over. The process must have given up new privileges.

@@ -6,15 +6,14 @@ warden is root, and the warden's own user elsewhere.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 
 from laminar.environments.sandboxing import kernel
 
 INSIDE_USER = 1000
 NOBODY = 65534
 SCRATCH = "/scratch"
+ASK = b"?"
 
 _ALL = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID
@@ -26,16 +25,20 @@ _LARGEST_ROOT = "size=1m,mode=755"  # folders and links only
 _SCRATCH_FILES = 4096
 
 
-def leave_namespaces(warden: socket.socket) -> None:
+def leave_namespaces(to_warden: int, from_warden: int) -> None:
     """Enter new namespaces; the process numbers are new for the children only. The warden answers by `map_users`.
+
+    Args:
+        to_warden: end of a pipe to it.
+        from_warden: end of a pipe from it.
 
     Raises:
         OSError: the kernel, or the container that this runs in, does not allow it.
     """
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(_ALL)
-    warden.sendall(b"?")
-    if warden.recv(1) != b"!":
+    os.write(to_warden, ASK)
+    if os.read(from_warden, 1) != b"!":
         raise PermissionError("the users of the new namespace could not be mapped")
     if user:  # only a process inside may say this without privileges
         _write("/proc/self/setgroups", "deny")
@@ -43,21 +46,18 @@ def leave_namespaces(warden: socket.socket) -> None:
         _write("/proc/self/gid_map", f"{INSIDE_USER} {group} 1")
 
 
-def map_users(child: socket.socket, pid: int) -> None:
-    """The warden's part: root maps users for its child from outside, for it maps two."""
-    if child.recv(1) != b"?":
-        return  # it failed, and has said why
+def map_users(pid: int) -> bytes:
+    """The warden's part: root maps users for its child from outside, for it maps two. Returns the answer."""
     try:
         if os.geteuid() == 0:
             for kind in ("uid", "gid"):
                 _write(f"/proc/{pid}/{kind}_map", f"0 0 1\n{INSIDE_USER} {NOBODY} 1")
     except OSError:
-        child.sendall(b"-")
-    else:
-        child.sendall(b"!")
+        return b"-"
+    return b"!"
 
 
-def enter_root(folder: str, *, readable: tuple[str, ...], scratch_bytes: int, files: dict[str, str]) -> None:
+def enter_root(folder: str, *, readable: tuple[str, ...], scratch_bytes: int, files: dict[str, bytes]) -> None:
     """Make `folder` the root: system and Python read-only, and a scratch folder in memory with these files in it.
 
     Raises:
@@ -74,18 +74,24 @@ def enter_root(folder: str, *, readable: tuple[str, ...], scratch_bytes: int, fi
     kernel.make_read_only(folder)
     options = f"size={scratch_bytes},nr_inodes={_SCRATCH_FILES},mode=700"
     kernel.mount("tmpfs", folder + SCRATCH, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
-    with contextlib.suppress(OSError):  # containers that hide parts of /proc do not allow it; Python does without
-        kernel.mount("proc", folder + "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    _mount_proc(folder)
     put_files(folder + SCRATCH, files, INSIDE_USER)
     kernel.pivot_root(folder)
 
 
-def put_files(folder: str, files: dict[str, str], user: int) -> None:
-    """Write text files into a folder, and give all of it to a user."""
-    for name, text in files.items():
+def _mount_proc(folder: str) -> None:
+    try:
+        kernel.mount("proc", folder + "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    except OSError:  # containers that hide parts of /proc do not allow it; Python does without
+        return
+
+
+def put_files(folder: str, files: dict[str, bytes], user: int) -> None:
+    """Write files into a folder, and give all of it to a user."""
+    for name, content in files.items():
         path = os.path.join(folder, name)
-        with open(path, "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
-            file.write(text)
+        with open(path, "wb") as file:
+            file.write(content)
         os.chown(path, user, user)
     os.chown(folder, user, user)
 

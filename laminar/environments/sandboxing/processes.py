@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
+
+from laminar.environments.sandboxing.kernel import SIGKILL, SIGSTOP
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -22,10 +22,12 @@ def descendants(pid: int) -> list[int]:
 
 def _children(pid: int) -> list[int]:
     children: list[int] = []
-    with contextlib.suppress(OSError):  # it has ended
+    try:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as listing:
+            with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as listing:
                 children += map(int, listing.read().split())
+    except OSError:  # it has ended; its children, if any, are the warden's now
+        pass
     return children
 
 
@@ -44,33 +46,34 @@ def processes_of_user(user: int) -> int:
     count = 0
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
-            with contextlib.suppress(OSError):
+            try:
                 if os.stat(f"/proc/{entry}").st_uid == user:
                     count += len(os.listdir(f"/proc/{entry}/task"))
+            except OSError:  # it has ended
+                continue
     return count
 
 
 def kill_descendants(pid: int) -> None:
     """Kill all, and those that they start meanwhile. The caller adopts orphans, so none can slip away."""
     while alive := [child for child in descendants(pid) if not _is_zombie(child)]:
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped ones start no more while the others are killed
+        for number in (SIGSTOP, SIGKILL):  # stopped ones start no more while the others are killed
             for child in alive:
-                with contextlib.suppress(ProcessLookupError):
+                try:
                     os.kill(child, number)
+                except ProcessLookupError:
+                    continue
         reap_children()
     reap_children()
 
 
-def reap_children() -> dict[int, int]:
-    """Wait statuses of the children that have ended, by pid."""
-    ended: dict[int, int] = {}
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                break
-            ended[pid] = status
-    return ended
+def reap_children() -> None:
+    """Let go of the children that have ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:  # there are none
+        pass
 
 
 def _is_zombie(pid: int) -> bool:

@@ -11,52 +11,24 @@ and, where the kernel has it, Landlock; namespaces come on top.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import resource
 import select
-import shutil
-import signal
-import socket
-import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import NoReturn
 
 from laminar.environments.sandboxing import kernel, landlock, namespaces, processes, seccomp
+from laminar.environments.sandboxing.request import DOOR, Request, Verdict, read_request
+
+TYPE_CHECKING = False  # `typing` is not imported at all
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
 
 LOOK_S = 0.02
 SETUP_FAILED = 125
+KILLED = 128 + kernel.SIGKILL
 OPEN_FILES = 64
 PROCESSES_OF_OURS = 2  # between the warden and the code in namespaces
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Request:
-    """What to run, and under which limits."""
-
-    code: str
-    stdin: str
-    python: str  # interpreter
-    readable: tuple[str, ...]  # folders that it needs beside those of the system
-    time_s: float
-    memory_bytes: int
-    processes: int
-    scratch_bytes: int
-    use_namespaces: bool
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Verdict:
-    """How it ended."""
-
-    ended_by: str  # "exit", "time", "memory", "processes", "stopped"; "failed": it could not be started
-    exit_code: int  # 128 + n if signal n ended it
-    isolation: str  # "namespaces", "landlock", "limits"
-    error: str = ""  # why it could not be started
 
 
 class SetupFailed(Exception):
@@ -64,89 +36,95 @@ class SetupFailed(Exception):
 
 
 def main() -> None:
-    """Serve one request that comes on standard input, a socket: its length, then JSON. Later its end says "stop"."""
+    """Serve one request that comes on standard input, a socket. Later its end says "stop"."""
     kernel.adopt_orphans()
-    door = socket.socket(fileno=os.dup(0))
-    with door.makefile("rb") as lines:
-        text = lines.read(int(lines.readline() or b"0"))
-    if not text:
+    os.dup2(0, DOOR, inheritable=False)
+    request = read_request(DOOR)
+    if request is None:
         return  # the worker has gone
-    fields = json.loads(text)
-    request = Request(**{**fields, "readable": tuple(fields["readable"])})
-    folder = tempfile.mkdtemp(prefix="laminar-sandbox-")
+    folder = os.path.join(request.folder, f"laminar-sandbox-{os.urandom(8).hex()}")
+    os.mkdir(folder, 0o700)
     try:
-        verdict = serve(request, folder, door)
+        verdict = serve(request, folder)
     finally:
         processes.kill_descendants(os.getpid())
-        shutil.rmtree(folder, ignore_errors=True)
-    door.sendall(json.dumps(asdict(verdict)).encode())
+        remove(folder)
+    os.write(DOOR, verdict.pack())
 
 
-def serve(request: Request, folder: str, door: socket.socket) -> Verdict:
+def serve(request: Request, folder: str) -> Verdict:
     """Run it in namespaces, or without if they are not to be had."""
     if request.use_namespaces:
         try:
-            pid = start(lambda parent: _enter(request, folder, parent))
-            return watch(request, pid, door, "namespaces")
+            pid = start(lambda to_warden, from_warden: _enter(request, folder, to_warden, from_warden))
+            return watch(request, pid, "namespaces")
         except SetupFailed:
             processes.kill_descendants(os.getpid())
     isolation = "landlock" if landlock.landlock_version() else "limits"
     try:
-        pid = start(lambda _: _become_code(request, folder, alone=False))
-        return watch(request, pid, door, isolation)
+        pid = start(lambda to_warden, from_warden: _become_code(request, folder, alone=False))
+        return watch(request, pid, isolation)
     except SetupFailed as error:
         return Verdict(ended_by="failed", exit_code=SETUP_FAILED, isolation=isolation, error=str(error))
 
 
-def start(body: Callable[[socket.socket], NoReturn]) -> int:
-    """Fork a process that ends up as the code, and wait until it is that.
+def start(body: Callable[[int, int], NoReturn]) -> int:
+    """Fork a process that ends up as the code, and wait until it is that; `body` gets a pipe to the warden and one from it.
 
     Raises:
         SetupFailed: on its way there something was refused.
     """
-    ours, theirs = socket.socketpair()
+    from_child, to_warden = os.pipe()
+    from_warden, to_child = os.pipe()
     pid = os.fork()
     if pid == 0:
-        ours.close()
-        _guarded(lambda: body(theirs), theirs)
-    theirs.close()
-    with ours:
-        namespaces.map_users(ours, pid)
-        trouble = b"".join(iter(lambda: ours.recv(4096), b""))  # ends when the code is executed, which closes its end
+        os.close(from_child)
+        os.close(to_child)
+        _guarded(lambda: body(to_warden, from_warden), to_warden)
+    os.close(to_warden)
+    os.close(from_warden)
+    trouble = b""
+    while said := os.read(from_child, 4096):  # ends when the code is executed, which closes its end
+        if said == namespaces.ASK:
+            os.write(to_child, namespaces.map_users(pid))
+        else:
+            trouble += said
+    os.close(from_child)
+    os.close(to_child)
     if trouble:
         raise SetupFailed(trouble.decode(errors="replace"))
     return pid
 
 
-def _guarded(body: Callable[[], NoReturn], door: socket.socket) -> NoReturn:
+def _guarded(body: Callable[[], NoReturn], to_warden: int) -> NoReturn:
     try:
-        kernel.die_with_parent(signal.SIGKILL)
+        kernel.die_with_parent()
         body()
     except BaseException as error:  # whatever it is, a forked process must not go on in its parent's code
-        door.sendall(b"x" + f"{type(error).__name__}: {error}".encode())
+        os.write(to_warden, f"{type(error).__name__}: {error}".encode())
     finally:
         os._exit(SETUP_FAILED)
 
 
-def _enter(request: Request, folder: str, door: socket.socket) -> NoReturn:
+def _enter(request: Request, folder: str, to_warden: int, from_warden: int) -> NoReturn:
     """New namespaces, their first process, and then the code as a child of that."""
-    namespaces.leave_namespaces(door)
+    namespaces.leave_namespaces(to_warden, from_warden)
 
     def first_process() -> NoReturn:
         namespaces.enter_root(
             folder, readable=request.readable, scratch_bytes=request.scratch_bytes, files=_files(request)
         )
-        _fork_and_wait(lambda: _become_code(request, namespaces.SCRATCH, alone=True), door)
+        _fork_and_wait(lambda: _become_code(request, namespaces.SCRATCH, alone=True), to_warden)
 
-    _fork_and_wait(first_process, door)
+    _fork_and_wait(first_process, to_warden)
 
 
-def _fork_and_wait(body: Callable[[], NoReturn], door: socket.socket) -> NoReturn:
+def _fork_and_wait(body: Callable[[], NoReturn], to_warden: int) -> NoReturn:
     """A child that runs `body`; this process ends as it does."""
     pid = os.fork()
     if pid == 0:
-        _guarded(body, door)
-    door.close()
+        _guarded(body, to_warden)
+    os.close(to_warden)
     os.closerange(0, 3)  # the code's output ends with the code
     while True:
         ended, status = os.wait()
@@ -169,7 +147,7 @@ def _become_code(request: Request, folder: str, *, alone: bool) -> NoReturn:
             map(_open_to_all, (request.python, *request.readable, os.path.join(folder, "main.py")))
         )
         kernel.become_user(user, pass_all_files=unreachable and bool(landlock.landlock_version()))
-    kernel.die_with_parent(signal.SIGKILL)  # a change of user has undone it
+    kernel.die_with_parent()  # a change of user has undone it
     kernel.gain_no_privileges()
     if not alone:
         readable = (*namespaces.SYSTEM_PATHS, *request.readable, *namespaces.DEVICES)
@@ -180,10 +158,15 @@ def _become_code(request: Request, folder: str, *, alone: bool) -> NoReturn:
 
 def _open_to_all(path: str) -> bool:
     """Whether any user may enter the folders on the way to a file; not so below /root."""
-    return all(os.stat(folder).st_mode & 1 for folder in Path(os.path.realpath(path)).parents)
+    path = os.path.realpath(path)
+    while path != "/":
+        path = os.path.dirname(path)
+        if not os.stat(path).st_mode & 1:
+            return False
+    return True
 
 
-def _files(request: Request) -> dict[str, str]:
+def _files(request: Request) -> dict[str, bytes]:
     return {"main.py": request.code, "stdin": request.stdin}
 
 
@@ -206,7 +189,7 @@ def _limit(request: Request, user: int, *, alone: bool) -> None:
     others = PROCESSES_OF_OURS * same_user if alone else processes.processes_of_user(user) - same_user
     for kind, value in (
         (resource.RLIMIT_AS, request.memory_bytes),
-        (resource.RLIMIT_CPU, math.ceil(request.time_s) + 1),
+        (resource.RLIMIT_CPU, int(request.time_s) + 2),
         (resource.RLIMIT_FSIZE, request.scratch_bytes),
         (resource.RLIMIT_NPROC, request.processes + others),
         (resource.RLIMIT_NOFILE, OPEN_FILES),
@@ -218,17 +201,17 @@ def _limit(request: Request, user: int, *, alone: bool) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def watch(request: Request, pid: int, door: socket.socket, isolation: str) -> Verdict:
+def watch(request: Request, pid: int, isolation: str) -> Verdict:
     """Wait until process `pid` has ended, or end it for going beyond a limit."""
     ours = PROCESSES_OF_OURS if isolation == "namespaces" else 0
     deadline = time.monotonic() + request.time_s
     process = os.pidfd_open(pid)
     while True:
-        readable, _, _ = select.select([process, door.fileno()], [], [], LOOK_S)
-        alive = processes.descendants(os.getpid())
+        readable, _, _ = select.select([process, DOOR], [], [], LOOK_S)
         if process in readable:
             return Verdict(ended_by="exit", exit_code=_exit_code(os.waitpid(pid, 0)[1]), isolation=isolation)
-        if door.fileno() in readable:
+        alive = processes.descendants(os.getpid())
+        if DOOR in readable:
             ended_by = "stopped"
         elif time.monotonic() >= deadline:
             ended_by = "time"
@@ -238,9 +221,20 @@ def watch(request: Request, pid: int, door: socket.socket, isolation: str) -> Ve
             ended_by = "memory"
         else:
             continue
-        return Verdict(ended_by=ended_by, exit_code=128 + signal.SIGKILL, isolation=isolation)
+        return Verdict(ended_by=ended_by, exit_code=KILLED, isolation=isolation)
 
 
 def _exit_code(status: int) -> int:
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
+
+
+def remove(folder: str) -> None:
+    """Delete a folder and all in it, whatever the code has done to its permissions. Nothing else touches it any more."""
+    os.chmod(folder, 0o700)
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            remove(entry.path)
+        else:
+            os.unlink(entry.path)
+    os.rmdir(folder)
