@@ -49,7 +49,8 @@ class ChaosRun:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aenter__(self) -> ChaosRun:
-        command = [sys.executable, "-m", "laminar", "train", str(self.config), "--run-dir", str(self.run_dir)]
+        command = [sys.executable, "-m", "laminar.launch.child", str(os.getpid())]  # it ends should this process end
+        command += [sys.executable, "-m", "laminar", "train", str(self.config), "--run-dir", str(self.run_dir)]
         for setting in self.settings:
             command += ["--set", setting]
         self.run_dir.parent.mkdir(parents=True, exist_ok=True)
