@@ -271,6 +271,7 @@ def main() -> int:
     kinds = tuple(options.kinds.split(","))
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"--kinds: {', '.join(sorted(unknown))}; expected some of {', '.join(KINDS)}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the run is ended too
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = options.folder or Path(temporary)
         figures = asyncio.run(measure_chaos(options.rounds, options.seed, kinds, Scale(), folder, options.steps))

@@ -21,6 +21,7 @@ from chaos_accounts import Line
 
 from laminar.protocol.connection import CONNECTION_FILE
 
+END_S = 15.0  # that a run which is broken off may take for each step of its end
 LOOK_S = 0.01  # between two looks at the event file
 
 
@@ -67,9 +68,14 @@ class ChaosRun:
         if self._follower is not None:
             self._follower.cancel()
             await asyncio.gather(self._follower, return_exceptions=True)
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
+        if self._process is None:
+            return
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):  # the second ends it at once
+            if self._process.returncode is not None:
+                return
+            self._process.send_signal(number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), END_S)
 
     @property
     def _output(self) -> Path:
