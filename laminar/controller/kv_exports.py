@@ -7,7 +7,7 @@ it when it starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from laminar.controller.replica import Replica
@@ -33,6 +33,9 @@ class KvExports:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[KvReference]:
+        return iter([waiting.reference for waiting in self._waiting.values()])
 
     def take_in(self, references: Iterable[KvReference], ended: Iterable[Trajectory], host: str) -> None:
         """The KV that came with the last deltas of trajectories, of which `ended` were taken in."""

@@ -23,7 +23,7 @@ from laminar.errors import UserError
 from laminar.workers.rollout.admission import check_request, check_weights
 from laminar.workers.rollout.engine import EngineDelta, EngineLoad, EngineSettings, GenerationRequest
 from laminar.workers.rollout.move_costs import MoveCosts
-from laminar.workers.rollout.vllm_kv_moves import VllmKvMoves
+from laminar.workers.rollout.vllm_kv_moves import CONNECTOR, VllmKvMoves, check_connector
 from laminar.workers.rollout.vllm_request import delta_of, sampling
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ BLOCK_TOKENS = 32  # of the KV cache on CPU, whose attention kernel wants multip
 # about 15% faster than with one token per delta.
 STREAM_TOKENS = 8
 CLOSE_SECONDS = 10.0  # how long vLLM's processes may take to end by themselves
-_CONNECTOR = "laminar.workers.rollout.vllm_kv_connector"
 _EXTENSION = "laminar.workers.rollout.vllm_extension"
 
 
@@ -112,6 +111,8 @@ class VllmEngine:
                 f"vLLM is installed but cannot be imported: {error}. Install the pinned set again "
                 "(pip install -e .[cpu] or .[gpu]), or set rollout.engine: torch"
             ) from error
+        if self._settings.moves_kv:
+            check_connector()
         figures = self._figures = LoadLogger(self._costs)
         try:
             self._manifest = manifest_of_folder(self._settings.model_path, self._settings.dtype)
@@ -153,7 +154,7 @@ class VllmEngine:
             kv_transfer_config=(
                 KVTransferConfig(
                     kv_connector="KvMoveConnector",
-                    kv_connector_module_path=_CONNECTOR,
+                    kv_connector_module_path=CONNECTOR,
                     kv_role="kv_both",
                     kv_load_failure_policy="recompute",
                 )

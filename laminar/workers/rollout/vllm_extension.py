@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -24,10 +23,11 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from laminar.weights.tensors import read_tensors
 from laminar.workers.rollout.move_costs import MoveCosts
-from laminar.workers.rollout.vllm_kv_connector import KvMoveConnector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from laminar.workers.rollout.vllm_kv_connector import KvMoveConnector
 
 # It warns at every load of the tied head and the rotary tables, which have no weights; `load_policy` checks for itself.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -143,6 +143,10 @@ class WorkerExtension:
 
 
 def _connector() -> KvMoveConnector:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from laminar.workers.rollout.vllm_kv_connector import KvMoveConnector
+
     connector = get_kv_transfer_group()
     assert isinstance(connector, KvMoveConnector)
     return connector

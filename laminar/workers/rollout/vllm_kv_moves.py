@@ -6,6 +6,7 @@ Invariant: nothing here fails a request. What cannot be exported or imported is 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from laminar.errors import UserError
 from laminar.workers.rollout.engine import GenerationRequest, KvExported, KvImported
 from laminar.workers.rollout.kv_file import KvReader, KvRefused, shard_path
 from laminar.workers.rollout.move_costs import MoveCosts
@@ -21,6 +23,7 @@ from laminar.workers.rollout.move_costs import MoveCosts
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+CONNECTOR = "laminar.workers.rollout.vllm_kv_connector"
 EXPORT_LIMIT_S = 5.0  # for vLLM to see an abort and copy the blocks; then the trajectory goes on without
 
 log = logging.getLogger("laminar.rollout")
@@ -113,3 +116,19 @@ class VllmKvMoves:
         """The request is over."""
         self._checked.pop(request_id, None)
         self._exports.pop(request_id, None)
+
+
+def check_connector() -> None:
+    """Raises UserError if our KV connector cannot be loaded into this vLLM: its interface is experimental, and may change."""
+    try:
+        connector: Any = importlib.import_module(CONNECTOR).KvMoveConnector
+    except (ImportError, AttributeError) as error:
+        reason = str(error)
+    else:
+        missing = sorted(getattr(connector, "__abstractmethods__", ()))
+        reason = f"vLLM asks for {', '.join(missing)}" if missing else ""
+    if reason:
+        raise UserError(
+            f"repack.move_kv: the KV connector {CONNECTOR} cannot be loaded into this vLLM ({reason}): install the pinned set "
+            "again (pip install -e .[cpu] or .[gpu]), or set repack.move_kv: never"
+        )

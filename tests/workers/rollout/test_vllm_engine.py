@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from laminar.errors import UserError
 from laminar.weights.store import WeightStore
 from laminar.weights.tensors import layout_of, write_tensors
 from laminar.workers.rollout.engine import EngineSettings, GenerationRequest
@@ -216,3 +217,29 @@ async def test_shards_of_different_degree_read_one_file_exactly(model, tmp_path)
         assert np.array_equal(found[degree, 1][1], found[degree, 2][1]), "not the same weights, bit for bit"
     assert found[1, 1][0] == found[2, 1][0]
     np.testing.assert_allclose(found[1, 1][1], found[2, 1][1], atol=1e-4)
+
+
+@pytest.mark.parametrize("fault", ["missing", "changed"])
+async def test_a_kv_connector_that_cannot_be_loaded_is_refused_at_start(model, monkeypatch, fault):
+    module = "laminar.workers.rollout.vllm_kv_connector"
+    if fault == "missing":
+        monkeypatch.setitem(sys.modules, module, None)
+    else:
+        from laminar.workers.rollout.vllm_kv_connector import KvMoveConnector
+
+        monkeypatch.setattr(KvMoveConnector, "__abstractmethods__", frozenset({"new_method"}))
+    settings = EngineSettings(
+        model_path=str(model),
+        dtype="float32",
+        context_tokens=128,
+        max_running=2,
+        kv_cache_bytes=16 << 20,
+        tensor_parallel=1,
+        threads=1,
+        seed=0,
+        moves_kv=True,
+    )
+    engine = VllmEngine(settings)
+    with pytest.raises(UserError, match=r"repack\.move_kv: the KV connector .* cannot be loaded"):
+        await engine.start()
+    await engine.close()

@@ -20,6 +20,7 @@ from laminar.simulation.faults.fault_schedule import FaultSchedule
 from laminar.simulation.faults.injector import Injector
 from laminar.simulation.faults.invariants.counts import CountsAddUp
 from laminar.simulation.faults.invariants.ending import EndsAsItShould
+from laminar.simulation.faults.invariants.exported_kv import ExportedKvGoesWithItsTrajectory
 from laminar.simulation.faults.invariants.health import OnlyTheHealthyWork
 from laminar.simulation.faults.invariants.invariant import Invariant, InvariantViolation, Observed
 from laminar.simulation.faults.invariants.leases import LeasesFence, OnePlace
@@ -69,6 +70,7 @@ class Monitor:
             LeasesFence(observed),
             OnePlace(observed),
             ServesWhatItLoaded(observed),
+            ExportedKvGoesWithItsTrajectory(observed),
             OnlyTheHealthyWork(observed),
             CountsAddUp(observed, ledger),
             losses,

@@ -8,6 +8,7 @@ import pytest
 
 from laminar.controller.controller import Controller
 from laminar.controller.experience_buffer import ExperienceBuffer
+from laminar.controller.kv_exports import KvExports
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
 from laminar.controller.relay_manager import Relay, RelayManager
@@ -30,6 +31,7 @@ GROWS = "policy_version only grows"
 FENCE = "leases fence late messages"
 PLACE = "a trajectory in progress is in one place"
 HEALTHY = "only healthy rollouts are given work"
+KV = "exported KV goes with its trajectory"
 SERVES = "a rollout serves only what it has loaded"
 COUNTS = "counts add up"
 CAUSE = "a worker is lost only for a cause"
@@ -308,3 +310,20 @@ def test_trajectories_that_leave_with_their_rollout_are_noticed(monkeypatch):
     monkeypatch.setattr(RolloutDriver, "_leave", forgets_to_move)
     run = first_violation(range(600), wanted=_with_departures)
     assert run.violated in (PLACE, FURTHER)
+
+
+def moves_kv(schedule):
+    return schedule.config.repack.enabled and schedule.config.repack.move_kv != "never"
+
+
+def test_exported_kv_that_is_kept_for_ever_is_noticed(monkeypatch):
+    monkeypatch.setattr(KvExports, "over", lambda self, trajectory_id: None)
+    assert first_violation(range(200), wanted=moves_kv).violated == KV
+
+
+def test_exported_kv_of_another_trajectory_is_noticed(monkeypatch):
+    def any_of_them(self, trajectory, policy_version):
+        return next(iter(self), None)
+
+    monkeypatch.setattr(KvExports, "of", any_of_them)
+    assert first_violation(range(200), wanted=moves_kv).violated == KV
