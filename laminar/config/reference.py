@@ -36,26 +36,32 @@ def _reward_params() -> Iterator[str]:
 
 
 def tables(root: type[Section]) -> list[str]:
-    """A Markdown table for the top level, and one for every kind of section below it."""
-    found = [_table("Top level", "", root)]
-    seen: set[type[Section]] = set()
-    for title, prefix, section in _sections(root, ""):
-        if section not in seen:  # a source stands alone, or in a mixture
-            found.append(_table(title, prefix, section))
-        seen.add(section)
-    return found
+    """A Markdown table for the top level, and one for every section below it."""
+    return [
+        _table("Top level", "", root),
+        *(_table(title, prefix, section) for title, prefix, section in _sections(root, "", set())),
+    ]
 
 
-def _sections(parent: type[Section], prefix: str) -> Iterator[tuple[str, str, type[Section]]]:
-    """Every section below `parent`, depth first, with its heading and the prefix of its keys."""
+def _sections(
+    parent: type[Section], prefix: str, tagged: set[type[Section]]
+) -> Iterator[tuple[str, str, type[Section]]]:
+    """Every section below `parent`, depth first, with its heading and the prefix of its keys.
+
+    Members of a tagged union come once (`tagged` holds those that have come): a source is the same alone and in a mixture.
+    """
     for name, field in parent.model_fields.items():
         is_list = typing.get_origin(field.annotation) is list
         inner_prefix = f"{prefix}{name}.{'N.' if is_list else ''}"
         for section in section_types(field.annotation):
             tag = tag_of(section)
+            if section in tagged:
+                continue
+            if tag:
+                tagged.add(section)
             title = inner_prefix.removesuffix(".") + (f" (`type: {tag}`)" if tag else "")
             yield title, inner_prefix, section
-            yield from _sections(section, inner_prefix)
+            yield from _sections(section, inner_prefix, tagged)
 
 
 def _table(title: str, prefix: str, section: type[Section]) -> str:

@@ -45,6 +45,19 @@ class RegexParams(Section):
     """`search`: anywhere in the response; `full`: the response as a whole."""
 
 
+class CodeParams(Section):
+    """The program in the response (its last fenced block) passes the tests of its prompt, in the sandbox (`docs/sandbox.md`)."""
+
+    tests_field: str = "tests"
+    """Column of the tests: statements such as `assert add(2, 3) == 5` (text or a list), or inputs and outputs; `answer`: the answer holds them."""
+    partial: bool = False
+    """Score the share of tests passed; else 1 for all of them and 0 for less."""
+    time_s: Annotated[float, Field(gt=0)] = 5.0
+    """Wall-clock time of one test, in seconds; `timeout_s` bounds all tests of a response together, and beyond it the score is 0."""
+    memory_mib: Annotated[int, Field(ge=32)] = 512
+    """Memory of one test, in MiB."""
+
+
 class RewardModelParams(Section):
     """Score of a Hugging Face sequence classifier, several trajectories per forward pass."""
 
@@ -81,6 +94,7 @@ PARAMS: dict[str, type[Section]] = {
     "numeric": NumericParams,
     "math_verify": MathVerifyParams,
     "regex": RegexParams,
+    "code": CodeParams,
     "reward_model": RewardModelParams,
     "length_penalty": LengthPenaltyParams,
 }

@@ -41,7 +41,7 @@ class RewardConfig(Section):
     """How a finished trajectory is scored, in environment worker processes."""
 
     function: str | None = None
-    """A built-in reward (`reasoning_gym`, `exact`, `numeric`, `math_verify`, `regex`, `reward_model`, `length_penalty`; `docs/data-and-rewards.md`), or a dotted path `package.module:function`. null takes `parts`, or the score of the reasoning-gym generator that made the prompt."""
+    """A built-in reward (`reasoning_gym`, `exact`, `numeric`, `math_verify`, `regex`, `code`, `reward_model`, `length_penalty`; `docs/data-and-rewards.md`), or a dotted path `package.module:function`. null takes `parts`, or the score of the reasoning-gym generator that made the prompt."""
     params: Params = {}
     """Options of the function: those of a built-in are listed below, a function of one's own gets them as keyword arguments."""
     parts: list[RewardPart] = []

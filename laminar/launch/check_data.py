@@ -17,6 +17,7 @@ from laminar.data.row_source import RowPrompts
 from laminar.data.source import Entry
 from laminar.data.tokenize import render_prompt
 from laminar.errors import UserError
+from laminar.rewards.code_reward import find_tests, read_tests
 from laminar.rewards.numeric import last_number
 from laminar.rewards.registry import check_reward
 
@@ -104,6 +105,13 @@ def _check_answer(part: RewardPart, source: FileSource, key: str, where: str, en
         raise UserError(
             f"{where}: reward.function numeric needs a number in the answer, got {entry.answer[:80]!r}; use exact for text"
         )
+    if function == "code":
+        try:
+            read_tests(find_tests(str(part.params.get("tests_field", "tests")), entry.answer, entry.metadata))
+        except ValueError as error:
+            raise UserError(
+                f"{where}: reward.function code: {error}. Set its params.tests_field to the tests'"
+            ) from error
     if function == "math_verify" and parse:
         from laminar.rewards.math_verify_reward import parse_answer
 

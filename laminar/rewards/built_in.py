@@ -7,6 +7,7 @@ from typing import Any
 
 from laminar.config.data_schema import ReasoningGymSource
 from laminar.config.reward_params import (
+    CodeParams,
     LengthPenaltyParams,
     MathVerifyParams,
     RegexParams,
@@ -15,6 +16,7 @@ from laminar.config.reward_params import (
 )
 from laminar.config.reward_schema import RewardPart
 from laminar.config.schema import ExperimentConfig
+from laminar.environments.sandbox import SandboxLimits
 from laminar.errors import UserError
 from laminar.rewards.exact import exact_reward
 from laminar.rewards.length_penalty import LengthPenalty
@@ -22,8 +24,10 @@ from laminar.rewards.numeric import numeric_reward
 from laminar.rewards.regex_reward import RegexReward
 from laminar.rewards.reward import RewardFunction
 
-ASYNC = frozenset({"reward_model"})  # run in the worker itself, many calls at once; all others in a process per call
-ZERO_OVERTIME = frozenset({"math_verify", "regex"})  # it is the response that takes so long: a wrong answer
+ASYNC = frozenset(
+    {"code", "reward_model"}
+)  # run in the worker itself, many calls at once; all others in a process per call
+ZERO_OVERTIME = frozenset({"math_verify", "regex", "code"})  # it is the response that takes so long: a wrong answer
 
 
 def load_built_in(config: ExperimentConfig, part: RewardPart, key: str) -> RewardFunction:
@@ -53,6 +57,11 @@ def load_built_in(config: ExperimentConfig, part: RewardPart, key: str) -> Rewar
                 return RegexReward(pattern=params.pattern, full=params.match == "full")
             except re.error as error:
                 raise UserError(f"{key}.params.pattern: not a regular expression: {error}") from error
+        case CodeParams() as params:
+            from laminar.rewards.code_reward import CodeReward
+
+            limits = SandboxLimits(time_s=params.time_s, memory_bytes=params.memory_mib << 20)
+            return CodeReward(tests_field=params.tests_field, partial=params.partial, limits=limits)
         case RewardModelParams() as params:
             from laminar.rewards.reward_model import RewardModel
 

@@ -369,7 +369,10 @@ class Hanging(fakes.FakeEnvironment):
             yield answer
 
 
-def hanging_run(tmp_path, config):
+def hanging_run(tmp_path, **keys):
+    """Fake workers send no heartbeats: none are to be missed meanwhile."""
+    config = fakes.experiment(reward__timeout_s=1.0, rollout__suspect_after_s=100.0, **keys)
+
     async def make():
         run = Run(config, tmp_path, SimulatedNetwork(latency=0.01), environment=Hanging)
         run.successor = fakes.FakeEnvironment
@@ -379,7 +382,7 @@ def hanging_run(tmp_path, config):
 
 
 def test_a_reward_that_hangs_costs_its_group_and_its_worker_is_replaced(tmp_path):
-    run = hanging_run(tmp_path, fakes.experiment(reward__timeout_s=1.0))
+    run = hanging_run(tmp_path)
     dropped = run.of(event_types.GroupDropped)
     assert [event.group.group_id for event in dropped] == [1]
     assert "no reward for trajectory 1.1: waited 6 s for TrajectoryScored" in dropped[0].reason
@@ -390,7 +393,7 @@ def test_a_reward_that_hangs_costs_its_group_and_its_worker_is_replaced(tmp_path
 
 def test_a_reward_that_hangs_stops_the_run_if_asked_to(tmp_path):
     with pytest.raises(RunFailed, match="no reward for trajectory 1.1"):
-        hanging_run(tmp_path, fakes.experiment(reward__timeout_s=1.0, reward__on_invalid="fail"))
+        hanging_run(tmp_path, reward__on_invalid="fail")
 
 
 async def test_the_call_of_an_environment_worker_that_dies_is_made_again(tmp_path):
