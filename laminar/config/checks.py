@@ -6,28 +6,18 @@ no one could know before starting.
 
 from __future__ import annotations
 
-import difflib
 import string
 from collections.abc import Iterator
 from pathlib import Path
 
 from laminar.config import machine, mpi_installation, store_room
 from laminar.config.algorithm import ADVANTAGES, LOSSES, algorithm_problems
-from laminar.config.data_schema import (
-    FileSource,
-    HuggingFaceSource,
-    JsonlSource,
-    MixtureSource,
-    ParquetSource,
-    ReasoningGymSource,
-    RowSource,
-)
+from laminar.config.data_schema import MixtureSource, ReasoningGymSource
 from laminar.config.model_folder import ModelShape, read_model_folder
 from laminar.config.problems import raise_problems
-from laminar.config.reward_params import PARAMS, params_problems
-from laminar.config.reward_schema import RewardPart
 from laminar.config.schema import ExperimentConfig
-from laminar.config.user_function import DOTTED_PATH, check_function
+from laminar.config.task_checks import file_problems, reward_problems, source_problems
+from laminar.config.user_function import check_function
 from laminar.errors import UserError
 
 # Limits of vLLM 0.32 on CPU: what its CPU attention was compiled for.
@@ -48,8 +38,8 @@ def check_config(config: ExperimentConfig) -> None:
         [
             *_batch(config),
             *_prompts(config),
-            *_sources(config),
-            *_reward(config),
+            *source_problems(config),
+            *reward_problems(config),
             *algorithm_problems(config),
             *_limits(config),
             *_repack(config),
@@ -66,7 +56,7 @@ def check_machine(config: ExperimentConfig) -> None:
     Raises:
         UserError: one text with everything that is missing or too small.
     """
-    problems = [*_installed(config), *_files(config), *_own_functions(config)]
+    problems = [*_installed(config), *file_problems(config), *_own_functions(config)]
     try:
         shape = read_model_folder(Path(config.model.path), "model.path")
     except UserError as error:
@@ -172,58 +162,6 @@ def _prompts(config: ExperimentConfig) -> Iterator[str]:
         yield "data.prompt_template: holds no field, so all prompts would be the same; put {question} in it"
 
 
-def _sources(config: ExperimentConfig) -> Iterator[str]:
-    data = config.data
-    if not data.chat:
-        for name in ("chat_template", "chat_template_params"):
-            if getattr(data, name):
-                yield f"data.{name}: set, but data.chat is false, so no template is applied; set data.chat=true or remove it"
-    gyms = 0
-    for key, source in data.single_sources():
-        if isinstance(source, ReasoningGymSource):
-            gyms += 1
-        elif source.format != "fields":
-            yield from (
-                f"{key}.{name}: set, but {key}.format: {source.format} knows its columns; remove one of them"
-                for name in ("prompt_field", "answer_field")
-                if getattr(source, name) != FileSource.model_fields[name].default
-            )
-    if gyms > 1:
-        yield "data.source.sources: reasoning_gym twice; put all its data sets into one source, which is a mixture itself"
-
-
-def _reward(config: ExperimentConfig) -> Iterator[str]:
-    reward = config.reward
-    if reward.parts and (reward.function is not None or reward.params):
-        yield "reward.parts: set beside reward.function or reward.params; make that function one of the parts"
-    labels = [part.label for part in reward.terms()]
-    for place, part in enumerate(reward.terms()):
-        key = f"reward.parts.{place}" if reward.parts else "reward"
-        yield from _reward_function(config, key, part)
-        if part.label in labels[:place]:
-            yield f"{key}.name: {part.label}: another part has this name; give one of them a name of its own"
-        if part.weight == 0:
-            yield f"{key}.weight: 0; expected another number: a part without weight changes nothing"
-
-
-def _reward_function(config: ExperimentConfig, key: str, part: RewardPart) -> Iterator[str]:
-    function = part.function
-    if function == "reasoning_gym" and not any(
-        isinstance(source, ReasoningGymSource) for _, source in config.data.single_sources()
-    ):
-        others = ", ".join(name for name in PARAMS if name != "reasoning_gym")
-        yield (
-            f"{key}.function: reasoning_gym scores reasoning-gym's prompts only, but data.source.type is "
-            f"{config.data.source.type}; use {others} or package.module:function"
-        )
-    if function in PARAMS:
-        yield from params_problems(part, f"{key}.params")
-    elif not DOTTED_PATH.fullmatch(function):
-        near = difflib.get_close_matches(function, PARAMS, n=1)
-        hint = f"did you mean {near[0]}?" if near else "a colon stands between module and function"
-        yield f'{key}.function: "{function}"; expected {", ".join(PARAMS)} or package.module:function; {hint}'
-
-
 def _limits(config: ExperimentConfig) -> Iterator[str]:
     controller = config.controller
     if controller.silence_limit_s < 2 * controller.heartbeat_s:
@@ -278,39 +216,6 @@ def _installed(config: ExperimentConfig) -> Iterator[str]:
             yield f"{module} is not installed in this environment and {user} cannot start without it; {install}"
     if launch.relays == "local" and config.relay.transport == "auto":
         yield from mpi_installation.problems()
-
-
-def _files(config: ExperimentConfig) -> Iterator[str]:
-    here = f"(working directory: {Path.cwd()})"
-    for key, source in config.data.single_sources():
-        if not isinstance(source, ReasoningGymSource):
-            yield from _data_file(f"{key}.path", source, here)
-    template = config.data.chat_template
-    if template is not None and not Path(template).is_file():
-        yield f"data.chat_template: {template}: no such file {here}; expected a file with a Jinja chat template"
-    for place, part in enumerate(config.reward.terms()):
-        key = f"reward.parts.{place}.params.path" if config.reward.parts else "reward.params.path"
-        path = part.params.get("path") if part.function == "reward_model" else None
-        if isinstance(path, str) and not (Path(path) / "config.json").is_file():
-            yield f"{key}: {path}: no Hugging Face model there (config.json is missing) {here}"
-
-
-def _data_file(key: str, source: RowSource, here: str) -> Iterator[str]:
-    path = Path(source.path)
-    match source:
-        case JsonlSource():
-            if not path.is_file():
-                what = "is not a file" if path.exists() else "no such file"
-                yield f"{key}: {path}: {what} {here}; expected a JSON Lines file of prompts"
-            elif path.stat().st_size == 0:
-                yield f"{key}: {path}: empty; expected a JSON object per line with the key {source.prompt_field!r}"
-        case ParquetSource():
-            if not path.exists():
-                yield f"{key}: {path}: no such file or folder {here}; expected a Parquet file, or a folder of them"
-        case HuggingFaceSource():
-            if not path.is_dir():
-                what = "is not a folder" if path.exists() else "no such folder"
-                yield f"{key}: {path}: {what} {here}; expected a data set that save_to_disk wrote, or Parquet shards"
 
 
 def _own_functions(config: ExperimentConfig) -> Iterator[str]:
