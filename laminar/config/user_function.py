@@ -1,4 +1,4 @@
-"""A user's own function, named in a config by a dotted path `package.module:function`.
+"""A user's own function or class, named in a config by a dotted path `package.module:function`.
 
 Invariant: only `load_function` runs user code. `check_function` finds the same faults by reading the source, so that the
 controller can refuse a config without running anything of the user's. Modules are looked for in the working directory first.
@@ -18,20 +18,25 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from laminar.errors import UserError
 
 DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+PLURAL = {"function": "functions", "class": "classes"}
 MAX_MESSAGE = 300  # characters of an exception's message that are passed on
 
 
-def check_function(key: str, path: str) -> None:
+Kind = Literal["function", "class"]
+
+
+def check_function(key: str, path: str, kind: Kind = "function") -> None:
     """Refuse a function that cannot be there, without importing its module.
 
     Args:
         key: of the config, for messages.
         path: a dotted path (it matches DOTTED_PATH).
+        kind: what is expected, for messages.
 
     Raises:
         UserError: no such module, a syntax error in it, or no such function in it.
@@ -46,12 +51,12 @@ def check_function(key: str, path: str) -> None:
         raise UserError(f"{key}: {path}: {spec.origin}:{error.lineno}: {error.msg}") from error
     names = _bound_names(tree)
     if names is not None and name.partition(".")[0] not in names:
-        functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        raise _no_such_function(key, path, functions)
+        nodes = ast.ClassDef if kind == "class" else ast.FunctionDef | ast.AsyncFunctionDef
+        raise _no_such_function(key, path, kind, [node.name for node in tree.body if isinstance(node, nodes)])
 
 
-def load_function(key: str, path: str) -> Callable[..., Any]:
-    """The function; imports its module.
+def load_function(key: str, path: str, kind: Kind = "function") -> Callable[..., Any]:
+    """The function, or the class; imports its module.
 
     Raises:
         UserError: the module cannot be imported, or has no such function.
@@ -66,10 +71,12 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
     try:
         found = attrgetter(name)(module)
     except AttributeError as error:
-        functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        raise _no_such_function(key, path, functions) from error
-    if not callable(found):
-        raise UserError(f"{key}: {path}: is no function but {type(found).__name__}; name a function")
+        fits = inspect.isclass if kind == "class" else inspect.isfunction
+        raise _no_such_function(
+            key, path, kind, [name for name, value in vars(module).items() if fits(value)]
+        ) from error
+    if not callable(found) or (kind == "class" and not inspect.isclass(found)):
+        raise UserError(f"{key}: {path}: is no {kind} but {type(found).__name__}; name a {kind}")
     function: Callable[..., Any] = found
     return function
 
@@ -117,7 +124,9 @@ def _bound_names(tree: ast.Module) -> set[str] | None:
     return None if names & {"*", "__getattr__"} else names
 
 
-def _no_such_function(key: str, path: str, there: Sequence[str]) -> UserError:
+def _no_such_function(key: str, path: str, kind: Kind, there: Sequence[str]) -> UserError:
     module_name, _, name = path.partition(":")
     near = difflib.get_close_matches(name, there, n=3) or sorted(there)[:10]
-    return UserError(f"{key}: {path}: {module_name} has no {name!r}; its functions are: {', '.join(near) or 'none'}")
+    return UserError(
+        f"{key}: {path}: {module_name} has no {name!r}; its {PLURAL[kind]} are: {', '.join(near) or 'none'}"
+    )

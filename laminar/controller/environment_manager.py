@@ -30,7 +30,7 @@ from laminar.trajectory import Trajectory, TrajectoryState
 SCORE_ATTEMPTS = 2  # the user's code may be what kills the worker
 FETCH_ATTEMPTS = 5
 LONGEST_WATCH_S = 1.0  # between two looks; so much later than its limit a call is failed at most
-ANSWER_SLACK_S = 5.0  # beyond the reward's own limit, which the worker keeps; then the worker is given up
+ANSWER_SLACK_S = 5.0  # beyond the limits of reward and environment, which the worker keeps; then the worker is given up
 REPLACE_ATTEMPTS = 5  # in a row, for one worker
 
 
@@ -72,7 +72,7 @@ class EnvironmentManager:
         self._events = events
         self._score_limit_s = score_limit_s(config)
         self._fetch_timeout_s = config.controller.start_timeout_s
-        self._step_timeout_s = config.environment.step_timeout_s
+        self._step_limit_s = config.environment.step_timeout_s + ANSWER_SLACK_S
         self._slots = config.reward.calls_per_worker
         self._on_scored = on_scored
         self._restart = restart
@@ -171,7 +171,7 @@ class EnvironmentManager:
                 ),
                 answer=messages.EnvironmentStepped,
                 matches=lambda stepped: stepped.trajectory_id == trajectory_id and stepped.lease == lease,
-                limit_s=self._step_timeout_s,
+                limit_s=self._step_limit_s,
                 attempts_left=1,
                 wanted=lambda: trajectory.state is TrajectoryState.ENVIRONMENT and trajectory.lease == lease,
                 done=done,
@@ -234,7 +234,7 @@ class EnvironmentManager:
 
     async def watch_forever(self) -> None:
         """Give up workers that have not answered a call within its limit."""
-        shortest = min(self._score_limit_s, self._fetch_timeout_s, self._step_timeout_s)
+        shortest = min(self._score_limit_s, self._fetch_timeout_s, self._step_limit_s)
         interval = min(shortest / 4, LONGEST_WATCH_S)
         while True:
             await asyncio.sleep(interval)

@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from laminar.config.environment_schema import SINGLE_TURN, EnvironmentConfig, SandboxConfig
+from laminar.config.user_function import DOTTED_PATH, check_function, load_function
 from laminar.environments.environment import Environment, Score
 from laminar.environments.python_tool import CODE_END, PythonTool
 from laminar.environments.reasoning_gym_retry import ReasoningGymRetry
 from laminar.environments.sandbox import SandboxLimits
-from laminar.environments.user_class import find_class, load_class
 from laminar.errors import UserError
 
 KEY = "environment.name"
-BUILT_IN: dict[str, type[Any]] = {"python_tool": PythonTool, "reasoning_gym_retry": ReasoningGymRetry}
+BUILT_IN: dict[str, Callable[..., Any]] = {"python_tool": PythonTool, "reasoning_gym_retry": ReasoningGymRetry}
 METHODS = ("reset", "step", "close")
 GIVEN = ("sandbox", "score")  # arguments that we give to those who have a parameter of the name
 
@@ -39,7 +39,8 @@ def check_environment(config: EnvironmentConfig) -> None:
     if config.name in BUILT_IN:
         _check_arguments(config, BUILT_IN[config.name])
     else:
-        find_class(KEY, config.name, _other_names(config.name))
+        _check_path(config.name)
+        check_function(KEY, config.name, "class")
 
 
 def load_environment(config: EnvironmentConfig, score: Score) -> MakeEnvironment:
@@ -48,7 +49,10 @@ def load_environment(config: EnvironmentConfig, score: Score) -> MakeEnvironment
     Raises:
         UserError: as `check_environment`; or the module cannot be imported, or the class lacks a method or takes other params.
     """
-    made = BUILT_IN.get(config.name) or load_class(KEY, config.name, _other_names(config.name))
+    made = BUILT_IN.get(config.name)
+    if made is None:
+        _check_path(config.name)
+        made = load_function(KEY, config.name, "class")
     missing = [name for name in METHODS if not callable(getattr(made, name, None))]
     if missing:
         raise UserError(
@@ -88,14 +92,14 @@ def _check_params_of_single_turn(config: EnvironmentConfig) -> None:
         )
 
 
-def _parameters(made: type[Any]) -> dict[str, inspect.Parameter]:
+def _parameters(made: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     try:
         return dict(inspect.signature(made).parameters)
     except (TypeError, ValueError):  # written in C: it tells nothing
         return {}
 
 
-def _check_arguments(config: EnvironmentConfig, made: type[Any]) -> dict[str, Any]:
+def _check_arguments(config: EnvironmentConfig, made: Callable[..., Any]) -> dict[str, Any]:
     """`params`, if the class takes them all and needs no others."""
     parameters = _parameters(made)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -117,7 +121,10 @@ def _check_arguments(config: EnvironmentConfig, made: type[Any]) -> dict[str, An
     return dict(config.params)
 
 
-def _other_names(name: str) -> str:
+def _check_path(name: str) -> None:
+    if DOTTED_PATH.fullmatch(name):
+        return
     names = [SINGLE_TURN, *BUILT_IN]
     near = difflib.get_close_matches(name, names, n=1)
-    return f"{', '.join(names)} or package.module:Class" + (f"; did you mean {near[0]}?" if near else "")
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise UserError(f"{KEY}: {name!r}; expected {', '.join(names)} or package.module:Class{hint}")

@@ -216,7 +216,10 @@ def test_a_worker_that_does_not_answer_a_turn_is_replaced_and_the_turn_goes_to_a
                 yield answer
 
     async def make():
-        run = Run(experiment(environment__step_timeout_s=4.0), tmp_path, environment=Hangs)
+        # Workers that are not real send no heartbeats: silence must not tell.
+        patient = {"max_running": 8, "max_response_tokens": 40, "suspect_after_s": 50, "silence_limit_s": 100}
+        config = experiment(environment__step_timeout_s=4.0, rollout=patient, controller__step_timeout_s=60)
+        run = Run(config, tmp_path, environment=Hangs)
         run.successor = Hangs
         return await run.to_the_end()
 

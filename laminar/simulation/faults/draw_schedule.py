@@ -82,7 +82,7 @@ def _with_turns(draw: _Draw, schedule: FaultSchedule) -> FaultSchedule:
     }
     config = schedule.config.model_dump(mode="json", exclude_defaults=True) | {"environment": environment}
     workload = replace(schedule.workload, tool_calls=draw.integer(1, 4), tool_s=draw.one_of(0.05, 0.3, 1.0))
-    # Calls of an environment worker come one after the other: enough for all of a full pipeline's, and for some that hang.
+    # Enough for a full pipeline's calls if each worker made one at a time, and for some that hang.
     trainer, controller = schedule.config.trainer, config["controller"]
     calls = FULL_PIPELINE * trainer.groups_per_step * trainer.group_size * workload.tool_calls
     controller["step_timeout_s"] += 60.0 + 1.2 * calls * workload.tool_s / schedule.config.reward.workers

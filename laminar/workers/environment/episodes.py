@@ -1,6 +1,7 @@
 """The environments of trajectories that are under way: one each, kept between two turns, or led to where it stood.
 
-Invariant: an environment answers a turn only after it has seen exactly the turns before it. Used in the user-code thread only.
+Invariants: an environment answers a turn only after it has seen exactly the turns before it; one that takes longer than
+`environment.step_timeout_s` is an answer with an error, and delays no other. Used in the user-code thread only.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ class _Episode:
 class Episodes:
     """Answers `StepEnvironment`."""
 
-    def __init__(self, make: MakeEnvironment, encoder: ObservationEncoder) -> None:
+    def __init__(self, make: MakeEnvironment, encoder: ObservationEncoder, *, limit_s: float) -> None:
         self._make = make
         self._encoder = encoder
+        self._limit_s = limit_s
         self._kept: OrderedDict[str, _Episode] = OrderedDict()
 
     async def first_observation(self, prompt: EnvironmentPrompt) -> str:
@@ -61,8 +63,9 @@ class Episodes:
         trajectory_id, turn = message.trajectory_id, len(message.turn_starts)
         episode: _Episode | None = None
         try:
-            episode = await self._episode(message)
-            step = await _answer(episode.environment, self._turn(message, turn - 1))
+            async with asyncio.timeout(self._limit_s) as limit:
+                episode = await self._episode(message)
+                step = await _answer(episode.environment, self._turn(message, turn - 1))
             observation = NO_TOKENS if step.done else self._observation(message, step)
             if step.done:
                 await self._close(episode)
@@ -78,7 +81,9 @@ class Episodes:
             log.warning("trajectory %s: turn %d failed", trajectory_id, turn, exc_info=error)
             if episode is not None:
                 await self._close(episode)
-            return _answered(message, error=f"{type(error).__name__}: {error}")
+            late = isinstance(error, TimeoutError) and limit.expired()
+            what = f"it took longer than {self._limit_s:g} s" if late else f"{type(error).__name__}: {error}"
+            return _answered(message, error=what)
         return _answered(message, token_ids=observation, reward=float(step.reward), done=step.done)
 
     async def close(self) -> None:

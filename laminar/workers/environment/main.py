@@ -163,7 +163,8 @@ def load_episodes(
         max_tokens=config.environment.max_observation_tokens,
         stop_token_ids=stop_token_ids(config.model.path),
     )
-    return Episodes(load_environment(config.environment, score), encoder)
+    make = load_environment(config.environment, score)
+    return Episodes(make, encoder, limit_s=config.environment.step_timeout_s)
 
 
 def describe_data(config: ExperimentConfig) -> str:

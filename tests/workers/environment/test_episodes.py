@@ -1,5 +1,7 @@
 """Environments of trajectories under way: kept between turns, led to where they stood, closed."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -83,7 +85,7 @@ def text(tokenizer, answer):
 
 
 async def test_one_environment_sees_all_turns_of_a_trajectory(tokenizer, encoder, ask):
-    episodes = Episodes(Counting, encoder)
+    episodes = Episodes(Counting, encoder, limit_s=60.0)
     first = await episodes.step(ask("a", lease=7))
     second = await episodes.step(ask("a", "b", lease=8))
     assert (text(tokenizer, first), text(tokenizer, second)) == ("1:a", "2:a|b")
@@ -96,13 +98,13 @@ async def test_one_environment_sees_all_turns_of_a_trajectory(tokenizer, encoder
 
 
 async def test_another_worker_leads_a_new_one_through_the_turns(tokenizer, encoder, ask):
-    answer = await Episodes(Counting, encoder).step(ask("a", "b", "c"))
+    answer = await Episodes(Counting, encoder, limit_s=60.0).step(ask("a", "b", "c"))
     assert text(tokenizer, answer) == "3:a|b|c"
 
 
 async def test_one_that_has_seen_other_turns_is_not_taken(tokenizer, encoder, ask):
     """The trajectory was generated anew meanwhile, and its first turn was answered elsewhere."""
-    episodes = Episodes(Counting, encoder)
+    episodes = Episodes(Counting, encoder, limit_s=60.0)
     await episodes.step(ask("a"))
     assert text(tokenizer, await episodes.step(ask("x", "b"))) == "2:x|b"
     assert text(tokenizer, await episodes.step(ask("y"))) == "1:y"  # from the beginning
@@ -114,20 +116,30 @@ async def test_one_that_has_seen_other_turns_is_not_taken(tokenizer, encoder, as
     [("raise", "ValueError: no such move"), ("exit", "SystemExit: 3"), ("nonsense", "step returned 'text' (str)")],
 )
 async def test_a_failure_is_an_answer(encoder, ask, turn, said):
-    episodes = Episodes(Counting, encoder)
+    episodes = Episodes(Counting, encoder, limit_s=60.0)
     answer = await episodes.step(ask("a", turn))
     assert said in answer.error
     assert Counting.made[0].closed == 1
     assert (await episodes.step(ask("a", "b"))).error == ""  # tried again, with a new one
 
 
+async def test_one_that_takes_too_long_is_given_up(encoder, ask):
+    class Slow(Counting):
+        async def step(self, response):
+            await asyncio.sleep(1000)
+
+    answer = await Episodes(Slow, encoder, limit_s=0.01).step(ask("a"))
+    assert answer.error == "it took longer than 0.01 s"
+    assert Counting.made[0].closed == 1
+
+
 async def test_a_users_mistake_ends_the_worker(encoder, ask):
     with pytest.raises(UserError):
-        await Episodes(Counting, encoder).step(ask("user"))
+        await Episodes(Counting, encoder, limit_s=60.0).step(ask("user"))
 
 
 async def test_the_first_observation_comes_from_an_environment_of_its_own(encoder):
-    episodes = Episodes(Counting, encoder)
+    episodes = Episodes(Counting, encoder, limit_s=60.0)
     prompt = EnvironmentPrompt(text="you", answer="", metadata={}, source="")
     assert await episodes.first_observation(prompt) == "hello you"
     assert Counting.made[0].closed == 1
@@ -135,7 +147,7 @@ async def test_the_first_observation_comes_from_an_environment_of_its_own(encode
 
 async def test_not_more_are_kept_than_that_and_all_are_closed_at_the_end(encoder, ask, monkeypatch):
     monkeypatch.setattr(module, "KEPT_EPISODES", 2)
-    episodes = Episodes(Counting, encoder)
+    episodes = Episodes(Counting, encoder, limit_s=60.0)
     for number in range(4):
         await episodes.step(ask("a", trajectory_id=f"{number}.0"))
     assert [environment.closed for environment in Counting.made] == [1, 1, 0, 0]
