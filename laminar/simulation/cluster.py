@@ -200,6 +200,7 @@ class SimulatedRun:
                     return False
                 self.supervisor.failure.result()
             run.result()
+            self.controller.journal.close()
         finally:
             lost.cancel()
         return True

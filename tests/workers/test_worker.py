@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from laminar.protocol import messages
-from laminar.protocol.connection import Connection, CurveKeys
+from laminar.protocol.connection import Connection, CurveKeys, process_started
 from laminar.protocol.zeromq import ZmqControllerChannel
 from tests.controller.fake_workers import experiment
 
@@ -116,7 +116,7 @@ async def test_a_signal_ends_it_even_with_a_thread_that_hangs(host):
 async def test_a_silent_controller_on_another_machine_counts_as_gone(host):
     host.connection = replace(host.connection, boot_id="another machine", controller_pid=1)
     await host.start()
-    config = experiment(controller__silence_limit_s=0.5, controller__heartbeat_s=0.1)
+    config = experiment(controller__silence_limit_s=0.5, controller__heartbeat_s=0.1, controller__grace_s=0.5)
     await host.admit(replace(WELCOME, config=config.model_dump_json()))
     assert await host.exit_status() == 3
 
@@ -129,18 +129,22 @@ async def test_its_output_goes_to_a_log_of_its_own_if_asked(host, tmp_path):
     assert "shutdown: enough" in (tmp_path / "trainer-0.log").read_text()
 
 
-async def test_it_ends_at_once_when_the_controllers_process_is_killed(tmp_path):
+def short_grace():
+    return replace(WELCOME, config=experiment(controller__grace_s=0.3).model_dump_json())
+
+
+async def test_it_ends_when_the_controllers_process_is_killed_and_no_other_comes(tmp_path):
     """The controller is a process of its own here, killed with SIGKILL while the worker has a thread that hangs."""
     code = f"""
         import asyncio, sys
         from pathlib import Path
-        from tests.workers.test_worker import Host
+        from tests.workers.test_worker import Host, short_grace
         from laminar.protocol import messages
 
         async def main():
             host = Host(Path({str(tmp_path)!r}))
             await host.start()
-            await host.admit()
+            await host.admit(short_grace())
             await host.order(3)
             await host.receive(messages.WeightsPublished)
             print(host.process.pid, flush=True)
@@ -159,3 +163,35 @@ async def test_it_ends_at_once_when_the_controllers_process_is_killed(tmp_path):
     await asyncio.wait_for(ended, 10)
     asyncio.get_running_loop().remove_reader(worker)
     os.close(worker)
+
+
+async def test_it_goes_on_with_the_controller_that_takes_the_lost_ones_place(host, tmp_path):
+    """The connection file names another controller: as if the first had fallen silent, or had been killed."""
+    await host.start()
+    await host.admit(replace(WELCOME, config=experiment(controller__heartbeat_s=0.1).model_dump_json()))
+    await host.order(7)
+    await host.receive(messages.WeightsPublished)
+    successor = Host(tmp_path)
+    successor.process = host.process
+    try:
+        successor.connection.write(tmp_path)
+        hello = await successor.admit()
+        assert hello.pid == host.process.pid
+        await successor.order(8)
+        assert (await successor.receive(messages.WeightsPublished)).policy_version == 8
+        await successor.channel.send(successor.peer, messages.Shutdown(reason="enough"))
+        assert await host.exit_status() == 0
+    finally:
+        successor.channel.close()
+
+
+async def test_it_ends_at_once_with_the_process_that_started_it(host):
+    launcher = await asyncio.create_subprocess_exec(sys.executable, "-c", "import signal; signal.pause()")
+    host.connection = replace(
+        host.connection, launcher_pid=launcher.pid, launcher_started=process_started(launcher.pid)
+    )
+    await host.start(LAMINAR_RUN_ID="r")
+    await host.admit()
+    launcher.kill()
+    await launcher.wait()
+    assert await host.exit_status() == 3

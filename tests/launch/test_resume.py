@@ -1,0 +1,203 @@
+"""Real runs that lose their controller, or stop and go on: nothing is restarted that lives, and every prompt ends once."""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+
+import pytest
+
+from laminar.errors import UserError
+from laminar.launch.resume import take_up
+from laminar.launch.run_lock import RunLock
+from tests.launch.live_run import LiveRun, write_config
+from tests.tiny_models import make_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(path, seed=0)
+    return path
+
+
+class Resumed(LiveRun):
+    """`laminar train --resume` as a child process."""
+
+    def __init__(self, run_dir, name, *options):
+        super().__init__("", run_dir, name)
+        self._command = [sys.executable, "-m", "laminar", "train", "--resume", str(run_dir), *options]
+
+
+@pytest.fixture
+async def runs():
+    made = []
+    yield made
+    for run in made:
+        await run.kill_what_is_left()
+
+
+def controller_of(run):
+    return json.loads((run.run_dir / "connection.json").read_text())["controller_pid"]
+
+
+def accounts_of(run):
+    return json.loads((run.run_dir / "accounts.json").read_text())
+
+
+def nothing_left(run):
+    assert run.processes() == []
+    assert run.shared_memory() == []
+    assert not (run.run_dir / "connection.json").exists()
+
+
+async def test_when_the_controller_is_killed_the_run_goes_on_with_the_same_workers(runs, tmp_path, model):
+    config, name = write_config(tmp_path, model, trainer__steps=12, trainer__checkpoint_every=4)
+    run = await LiveRun(config, tmp_path / "run", name).start()
+    runs.append(run)
+    await run.line(r"^ *3/12")
+    workers = set(run.processes()) - {controller_of(run)}
+    os.kill(controller_of(run), signal.SIGKILL)
+    await run.line("the controller was killed .SIGKILL.; starting it again")
+    await run.line(r"taking up the run after step \d+")
+    await run.line(r"^ *9/12")
+    assert workers <= set(run.processes()), "a worker was restarted"
+    assert await run.end() == 0, run.output
+    nothing_left(run)
+
+    assert [line["step"] for line in run.lines("metrics.jsonl")][-1] == 12
+    assert not [line for line in run.lines("events.jsonl") if line["event"] in ("WorkerReplaced", "TrainerRestarted")]
+    trained = [line["id"] for line in run.lines("trajectories.jsonl")]
+    assert len(set(trained)) == 12 * 4 * 2
+    accounts = accounts_of(run)
+    assert (accounts["trained"], accounts["problems"]) == (48, [])
+    assert accounts["steps"] == {str(step): 4 for step in range(1, 13)}
+    assert "the sums are right" in run.output
+
+
+async def test_a_stopped_run_and_one_that_was_killed_as_a_whole_go_on(runs, tmp_path, model):
+    config, name = write_config(tmp_path, model, trainer__steps=1000, trainer__checkpoint_every=3)
+    run = await LiveRun(config, tmp_path / "run", name).start()
+    runs.append(run)
+    await run.line(r"^ *4/")
+    run.process.send_signal(signal.SIGINT)
+    assert await run.end() == 0, run.output
+    nothing_left(run)
+    stopped = int(re.search(r"ended after step (\d+) of 1000", run.output)[1])
+
+    again = await Resumed(tmp_path / "run", name).start()
+    runs.append(again)
+    await again.line(f"from the checkpoint of step {stopped}")
+    await again.line(f"^ *{stopped + 1}/")
+    await again.line(rf"^ *{stopped + 5}/")
+    for pid in [again.process.pid, *again.processes()]:
+        os.kill(pid, signal.SIGKILL)
+    await again.process.wait()
+    await again.all_end(10)
+
+    last = await Resumed(tmp_path / "run", name, "--set", f"trainer.steps={stopped + 10}").start()
+    runs.append(last)
+    await last.line(rf"trainer.steps: 1000 -> {stopped + 10}")
+    await last.line(r"the trainer goes on from step \d+, and \d+ groups return to the buffer")
+    assert await last.end() == 0, last.output
+    nothing_left(last)
+    accounts = accounts_of(last)
+    assert accounts["problems"] == []
+    assert accounts["steps"].keys() == {str(step) for step in range(1, stopped + 11)}
+    assert accounts["positions"] == accounts["trained"] + accounts["evicted"] + accounts["in_flight"]
+
+
+# ------------------------------------------------------------ what is refused
+
+
+@pytest.fixture(scope="module")
+def ended_run(tmp_path_factory, model):
+    """A run directory as a run of one step leaves it, without the run."""
+    from laminar.controller.journal.tables import JOURNAL, open_journal
+    from laminar.launch.preflight import preflight
+    from laminar.launch.records import create_records, note
+    from laminar.launch.resume import fingerprints
+    from laminar.observability.run_directory import RunDirectory
+
+    folder = tmp_path_factory.mktemp("ended")
+    path, _ = write_config(folder, model)
+    config = preflight(path, [])
+    RunDirectory.create(folder / "run", config, overwrite=False).close()
+    run_id = create_records(folder / "run", config, fingerprints(config))
+    connection = open_journal(folder / "run" / JOURNAL)
+    checkpoint = folder / "run" / "checkpoints" / "step-000001"
+    checkpoint.mkdir()
+    marker = {"step": 1, "policy_version": 1, "state": {"run_id": run_id}}
+    (checkpoint / "complete.json").write_text(json.dumps(marker))
+    connection.execute("INSERT INTO checkpoints VALUES (1, ?, 1)", (str(checkpoint),))
+    note(connection, step="1", issued="1", policy_version="1", life="1")
+    connection.close()
+    return folder
+
+
+@pytest.fixture
+def run_dir(ended_run, tmp_path):
+    shutil.copytree(ended_run / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_run_that_has_ended_can_be_taken_up_and_its_config_changed(run_dir):
+    config, run_id = take_up(run_dir, ["trainer.steps=77", "trainer.optimizer.learning_rate=0.5"])
+    assert config.trainer.steps == 77
+    again, same = take_up(run_dir, [])
+    assert (again, same) == (config, run_id)
+
+
+def test_a_checkpoint_that_is_incomplete_damaged_or_foreign_is_refused(run_dir):
+    marker = run_dir / "checkpoints" / "step-000001" / "complete.json"
+    content = json.loads(marker.read_text())
+    marker.write_text(json.dumps(content | {"state": {"run_id": "another"}}))
+    with pytest.raises(UserError, match="a checkpoint of run another, step 1"):
+        take_up(run_dir, [])
+    marker.write_text("{")
+    with pytest.raises(
+        UserError, match="complete.json: damaged .* delete the folder to resume from an older checkpoint"
+    ):
+        take_up(run_dir, [])
+    marker.unlink()
+    with pytest.raises(UserError, match="not a complete checkpoint"):
+        take_up(run_dir, [])
+    marker.parent.rmdir()
+    with pytest.raises(UserError, match=r"the checkpoints of steps \[1\] are gone"):
+        take_up(run_dir, [])
+
+
+def test_other_data_and_another_model_are_refused(run_dir, ended_run):
+    data = ended_run / "data.jsonl"
+    before = data.read_text()
+    try:
+        data.write_text(before + json.dumps({"prompt": "1", "answer": "1"}) + "\n")
+        with pytest.raises(UserError, match="data.source: .* has changed since the run began"):
+            take_up(run_dir, [])
+    finally:
+        data.write_text(before)
+    with pytest.raises(UserError, match="seed: 5; a resumed run must keep 0"):
+        take_up(run_dir, ["seed=5"])
+
+
+def test_a_damaged_journal_is_refused(run_dir):
+    path = run_dir / "journal.sqlite"
+    path.write_bytes(path.read_bytes()[:100] + b"x" * 5000)
+    with pytest.raises(UserError, match="journal.sqlite: damaged"):
+        take_up(run_dir, [])
+
+
+async def test_a_live_run_is_not_resumed_beside_itself(run_dir):
+    lock = RunLock(run_dir)
+    lock.acquire()
+    try:
+        command = [sys.executable, "-m", "laminar", "train", "--resume", str(run_dir)]
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        _, text = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        lock.release()
+    assert process.returncode == 2
+    assert f"the run of process {os.getpid()} lives there" in text.decode()
