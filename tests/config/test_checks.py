@@ -65,6 +65,14 @@ def test_the_valid_example_passes(config_file):
             ["controller.silence_limit_s=1"],
             "controller.silence_limit_s: 1; expected at least twice controller.heartbeat_s",
         ),
+        (
+            ["rollout.suspect_after_s=1.5"],
+            "rollout.suspect_after_s: 1.5; expected at least twice controller.heartbeat_s",
+        ),
+        (
+            ["rollout.silence_limit_s=4"],
+            "rollout.silence_limit_s: 4; expected at least rollout.suspect_after_s (5)",
+        ),
         (["rollout.temperature=0"], "rollout.temperature: 0; expected above 0"),
         (["reward.params={pattern: x}"], "reward.params.pattern: reasoning_gym has no such option"),
         (
