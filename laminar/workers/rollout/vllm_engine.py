@@ -23,6 +23,7 @@ from laminar.errors import UserError
 from laminar.workers.rollout.admission import check_request, check_weights
 from laminar.workers.rollout.engine import EngineDelta, EngineLoad, EngineSettings, GenerationRequest
 from laminar.workers.rollout.move_costs import MoveCosts
+from laminar.workers.rollout.step_times import StepTimes
 from laminar.workers.rollout.vllm_kv_moves import VllmKvMoves
 from laminar.workers.rollout.vllm_request import delta_of, sampling
 
@@ -75,6 +76,7 @@ class VllmEngine:
         self._figures: LoadLogger | None = None
         self._costs = MoveCosts()
         self._kv_moves: VllmKvMoves | None = None
+        self.step_times = StepTimes()
         self._vocabulary = 0
         self._manifest: Manifest = {}
         # vLLM's processes die with the thread that spawned them (see `vllm_extension`): it lives as long as the engine.
@@ -112,7 +114,7 @@ class VllmEngine:
                 f"vLLM is installed but cannot be imported: {error}. Install the pinned set again "
                 "(pip install -e .[cpu] or .[gpu]), or set rollout.engine: torch"
             ) from error
-        figures = self._figures = LoadLogger(self._costs)
+        figures = self._figures = LoadLogger(self._costs, self.step_times)
         try:
             self._manifest = manifest_of_folder(self._settings.model_path, self._settings.dtype)
             arguments = self._arguments(cuda)
