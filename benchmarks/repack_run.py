@@ -19,8 +19,8 @@ from long_tail import VARIABLE, Tail
 
 ROLLOUT = Path(__file__).parent / "long_tailed_rollout.py"
 ROOT = Path(__file__).parents[1]
-START_S = 300.0  # until the run listens
-RUN_S = 1200.0
+START_S = 900.0  # until the run listens
+RUN_S = 1800.0
 LONG = 0.9  # quantile of the lengths above which a trajectory is a straggler
 
 

@@ -14,6 +14,7 @@ from laminar.controller.repack_planner import Move
 from laminar.observability.events import (
     EventBus,
     GroupDropped,
+    KvMoved,
     RepackSettled,
     RolloutLost,
     TokensAppended,
@@ -33,6 +34,8 @@ class _Entry:
     left: set[str]  # of the moved, those that have not ended
     tokens: int
     pauses: list[float] = field(default_factory=list)
+    kv_tokens: int = 0
+    kv_bytes: int = 0
     gained_tokens: int = 0
 
 
@@ -46,6 +49,7 @@ class RepackLedger:
         self._sources_of: dict[str, list[str]] = {}  # moved trajectory that has not ended -> sources, in order
         events.subscribe(self._on_tokens, TokensAppended)
         events.subscribe(self._on_leased, TrajectoryMoved)
+        events.subscribe(self._on_kv_moved, KvMoved)
         events.subscribe(lambda event: self._on_ended([event.trajectory]), TrajectoryFinished)
         events.subscribe(lambda event: self._on_ended(event.group.trajectories), GroupDropped)
         events.subscribe(self._on_lost, RolloutLost)
@@ -73,9 +77,19 @@ class RepackLedger:
         if entry is not None:
             entry.gained_tokens += event.tokens
 
+    def _newest(self, trajectory_id: str) -> _Entry | None:
+        """The newest move of a trajectory, while that is open."""
+        sources = self._sources_of.get(trajectory_id)
+        return self._open.get(sources[-1]) if sources else None
+
+    def _on_kv_moved(self, event: KvMoved) -> None:
+        entry = self._newest(event.trajectory_id)
+        if entry is not None:
+            entry.kv_tokens += event.tokens
+            entry.kv_bytes += event.nbytes
+
     def _on_leased(self, event: TrajectoryMoved) -> None:
-        sources = self._sources_of.get(event.trajectory.trajectory_id)
-        entry = self._open.get(sources[-1]) if sources else None
+        entry = self._newest(event.trajectory.trajectory_id)
         if entry is not None and len(entry.pauses) < len(entry.moved):  # else it was orphaned, and moved once more
             entry.pauses.append(self._now() - entry.stopped_at)
 
@@ -109,6 +123,8 @@ class RepackLedger:
                 target=entry.move.target,
                 trajectories=len(entry.moved),
                 tokens=entry.tokens,
+                kv_tokens=entry.kv_tokens,
+                kv_bytes=entry.kv_bytes,
                 planned_frees_s=entry.move.frees_s,
                 planned_costs_s=entry.move.costs_s,
                 freed_s=self._now() - entry.stopped_at,

@@ -45,7 +45,6 @@ class Repacker:
         """`limit_s`: longest time that a source may take to stop."""
         self.inputs = inputs
         self._ledger = RepackLedger(events, asyncio.get_running_loop().time)
-        self.last_plan: RepackPlan | None = None  # of those that were carried out
         self._manager = manager
         self._driver = driver
         self._registry = registry
@@ -91,7 +90,6 @@ class Repacker:
                 if not (self._enabled or self._asked):
                     continue
                 self._asked = False
-                self.last_plan = planned
                 for move in planned.moves:
                     moves.create_task(self._move(move), name=f"repack {move.source} -> {move.target}")
 

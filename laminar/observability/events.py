@@ -95,7 +95,7 @@ class RolloutsRepacked:
     source: str
     target: str
     trajectories: int
-    tokens: int  # prompt and response tokens to prefill again
+    tokens: int  # prompt and response tokens; those whose KV does not come along are prefilled again
     seconds: float  # from the stop at the source to the new lease
     costs_s: float | None = (
         None  # of the target's time, to prefill or take in what was moved, as planned; None: not known
@@ -110,6 +110,8 @@ class RepackSettled:
     target: str
     trajectories: int
     tokens: int  # prompt and response tokens that were moved
+    kv_tokens: int  # of them, those whose KV came along; the others were prefilled again
+    kv_bytes: int  # of that KV
     planned_frees_s: float | None  # what the planner expected to free, in seconds of a rollout; None: it could not tell
     planned_costs_s: float | None  # likewise, of the target's time
     freed_s: float  # from the move until the last of the trajectories ended

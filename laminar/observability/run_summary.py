@@ -154,6 +154,9 @@ class RunSummary:
             return text
         trajectories = max(1, sum(move.trajectories for move in self._settled))
         pause_s = sum(move.pause_s_mean * move.trajectories for move in self._settled) / trajectories
+        kv_bytes = sum(move.kv_bytes for move in self._settled)
+        if kv_bytes:
+            text += f" ({data_size(kv_bytes)} of KV came along)"
         gained = short_number(sum(move.gained_tokens for move in self._settled))
         freed_s = duration(sum(move.freed_s for move in self._settled))
         return f"{text}, which paused for {duration(pause_s)} on average; freed rollouts generated {gained} tokens in {freed_s}"

@@ -5,6 +5,7 @@ from laminar.controller.repack_planner import Move
 from laminar.observability.events import (
     EventBus,
     GroupDropped,
+    KvMoved,
     RepackSettled,
     RolloutLost,
     TokensAppended,
@@ -43,6 +44,10 @@ def test_a_move_is_settled_when_all_that_it_moved_has_ended(world):
     world.events.emit(TrajectoryMoved(trajectory=one, rollout="b"))
     world.now.now += 2
     world.events.emit(TrajectoryMoved(trajectory=two, rollout="b"))
+    world.events.emit(
+        KvMoved(rollout="b", trajectory_id=two.trajectory_id, tokens=4, nbytes=4096, seconds=0.1, error="")
+    )
+    world.events.emit(KvMoved(rollout="b", trajectory_id="other", tokens=4, nbytes=4096, seconds=0.1, error=""))
     world.generate("a", 30)
     world.generate("b", 1000)
     world.events.emit(TrajectoryFinished(trajectory=one))
@@ -57,6 +62,8 @@ def test_a_move_is_settled_when_all_that_it_moved_has_ended(world):
             target="b",
             trajectories=2,
             tokens=2 * context,
+            kv_tokens=4,
+            kv_bytes=4096,
             planned_frees_s=40.0,
             planned_costs_s=3.0,
             freed_s=11.0,
