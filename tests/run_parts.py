@@ -18,6 +18,7 @@ from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
 from laminar.controller.relay import Relay
 from laminar.controller.relay_chain import Numbers, RelayChain
+from laminar.controller.repack_planner import Move, RepackBounds, RepackPlan
 from laminar.controller.replica import Replica
 from laminar.controller.run_control import RunControl
 from laminar.controller.state_clock import StateClock
@@ -144,6 +145,30 @@ class HandRollouts:
     replicas: dict[str, Replica] = field(default_factory=dict)
 
 
+class HandRepackInputs:
+    def batch_bound(self) -> int:
+        return 7
+
+    def bounds(self) -> RepackBounds:
+        return RepackBounds(kv_ceiling=0.9, batch_bound=7, move_s_per_token=0.002, wanted=2, why_no_more="enough")
+
+
+class HandRepacker:
+    """Would move the only trajectory of rollout-1 to rollout-0."""
+
+    def __init__(self) -> None:
+        self.inputs = HandRepackInputs()
+        self.asked = 0
+
+    def repack_now(self) -> int:
+        self.asked += 1
+        return 2
+
+    def plan(self) -> RepackPlan:
+        move = Move(source="rollout-1", target="rollout-0", context_tokens=1500, frees_s=40.0, costs_s=3.0)
+        return RepackPlan(moves=(move,), reasons={"rollout-0": "it takes in others"})
+
+
 @dataclass(slots=True)
 class HandFleet:
     health: FleetHealth
@@ -186,6 +211,7 @@ class HandView:
         )
         self.rollouts = HandRollouts()
         self.fleet = HandFleet(FleetHealth(restarts=3, host_failures=6, suspect_after_s=5.0))
+        self.repacker = HandRepacker()
         self.trainer = HandTrainer(clock=StateClock("trajectories", self.now))
         self.buffer = ExperienceBuffer(
             self.events, BufferConfig(), DynamicSampling(DynamicSamplingConfig(), groups_per_step=4), steps=4

@@ -140,10 +140,31 @@ def _repack(config: ExperimentConfig) -> Iterator[str]:
             f"repack.enabled: true; under schedule.name: {config.schedule.name} an emptied rollout has to wait for the others "
             "all the same; set it to false"
         )
-    if config.repack.batch_bound > config.rollout.max_running:
+    yield from _repack_bounds(config)
+
+
+def _repack_bounds(config: ExperimentConfig) -> Iterator[str]:
+    repack, most = config.repack, config.rollout.max_running
+    for key, value in (("batch_bound", repack.batch_bound), ("batch_bound_ceiling", repack.batch_bound_ceiling)):
+        if isinstance(value, int) and value > most:
+            yield (
+                f"repack.{key}: {value}; expected at most rollout.max_running ({most}), what a replica decodes at once; "
+                "lower it or raise that"
+            )
+    if repack.batch_bound_ceiling is not None and repack.batch_bound_floor > repack.batch_bound_ceiling:
         yield (
-            f"repack.batch_bound: {config.repack.batch_bound}; expected at most rollout.max_running "
-            f"({config.rollout.max_running}), what a replica decodes at once; lower it or raise that"
+            f"repack.batch_bound_floor: {repack.batch_bound_floor}; expected at most repack.batch_bound_ceiling "
+            f"({repack.batch_bound_ceiling}); lower it or raise that"
+        )
+    if repack.batch_bound == 1:
+        yield (
+            "repack.batch_bound: 1; a rollout with a single trajectory would be full, so none could be emptied or take others in; "
+            "expected 2 or more, or auto"
+        )
+    if repack.interval_s >= config.controller.step_timeout_s:
+        yield (
+            f"repack.interval_s: {repack.interval_s:g}; expected less than controller.step_timeout_s "
+            f"({config.controller.step_timeout_s:g}), within which a step has to be made; lower it or raise that"
         )
 
 

@@ -163,18 +163,24 @@ class BufferConfig(Section):
 
 
 class RepackConfig(Section):
-    """Emptying rollouts that hold only stragglers, so that they can take new weights (the paper, section 5)."""
+    """Emptying rollouts that hold only stragglers, so that they can take new weights (the paper, section 5; docs/repack.md)."""
 
     enabled: bool = False
     """Move unfinished trajectories of draining rollouts onto a few of the same version."""
     move_kv: Literal["auto", "always", "never"] = "auto"
     """Move a trajectory's KV blocks with it, instead of a prefill at the target; auto: unless that was measured to take longer."""
     interval_s: Annotated[float, Field(gt=0)] = 5.0
-    """How often each rollout is asked for its load, in seconds."""
+    """How often each rollout is asked for its load, and a plan is made, in seconds; a publish has both happen at once."""
     kv_ceiling: Annotated[float, Field(gt=0, le=1)] = 0.9
     """C_max: no target is filled above this KV utilization."""
-    batch_bound: Annotated[int, Field(ge=1)] = 64
-    """B: trajectories up to which a larger batch costs no latency; rollouts with fewer may be emptied, none is filled above it."""
+    batch_bound: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """B: trajectories up to which a larger batch costs no latency; rollouts with fewer may be emptied, none is filled above it. `auto` fits it from the decode steps that rollouts report."""
+    batch_bound_floor: Annotated[int, Field(ge=1)] = 4
+    """`auto`: never less, nor before there are steps to fit. No more than `rollout.max_running` in any case."""
+    batch_bound_ceiling: Annotated[int, Field(ge=1)] | None = None
+    """`auto`: never more. null is `rollout.max_running`."""
+    slowdown: Annotated[float, Field(gt=1)] = 1.2
+    """`auto`: B is the largest batch whose decode step takes at most so many times that of a single trajectory. More frees more rollouts, and slows the stragglers that share one."""
 
 
 class ControllerConfig(Section):

@@ -39,6 +39,7 @@ from laminar.controller.prompt_pool import PromptPool
 from laminar.controller.relay import MASTER, Relay, store_name
 from laminar.controller.relay_keeper import RelayKeeper
 from laminar.controller.relay_manager import RelayManager
+from laminar.controller.repack_inputs import RepackInputs
 from laminar.controller.repacker import Repacker
 from laminar.controller.rollout_driver import RolloutDriver
 from laminar.controller.rollout_fleet import Live, RolloutFleet
@@ -165,7 +166,15 @@ class Controller:
         )
         self.turns = Turns(self.environments, self.pool, self.fleet, events, config)
         self.driver = RolloutDriver(self.rollouts, self.registry, events, self.journal, limit_s=limit_s)
-        self.repacker = Repacker(self.rollouts, self.driver, self.registry, events, config.repack, limit_s=limit_s)
+        self.repacker = Repacker(
+            self.rollouts,
+            self.driver,
+            self.registry,
+            RepackInputs(self.rollouts, self.buffer, events, config),
+            events,
+            config.repack,
+            limit_s=limit_s,
+        )
         self.trainer = TrainerDriver(
             self.registry,
             events,
@@ -303,7 +312,9 @@ class Controller:
         tasks.append(group.create_task(self.driver.watch_forever(), name="watch over rollouts"))
         tasks.append(group.create_task(self.fleet.watch_forever(), name="rollouts' heartbeats"))
         lives: list[Live] = [self.driver.drive]
-        if self.config.repack.enabled:
+        if (
+            self.config.schedule.name == "laminar"
+        ):  # under the others an emptied rollout would have to wait for them all
             lives.append(self.repacker.poll_forever)
             tasks.append(group.create_task(self.repacker.repack_forever(), name="repacker"))
 

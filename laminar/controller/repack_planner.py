@@ -1,8 +1,11 @@
 """Which rollouts to empty into which others: repack by best fit (the paper, section 5, Algorithm 1) as a pure function.
 
 Invariants of a plan: trajectories move within one policy version only; every source is emptied by exactly one move; no
-rollout both gives and receives; no target exceeds the KV ceiling or the batch bound, all its merges counted. The same
-observations give the same plan, in whatever order they come.
+rollout both gives and receives; no target exceeds the KV ceiling or the batch bound, all its merges counted; no move costs more
+than it frees, and no more rollouts are freed than are wanted. The same observations give the same plan, in whatever order they come.
+
+What a move frees is the time that its source would have needed to drain, in seconds of a rollout; what it costs is the time that
+its target spends on the moved context, prefilling it again or taking in its KV, in which it decodes nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ class RolloutObservation:
     previous_kv_utilization: float  # 0 to 1
     previous_running: int
     draining: bool  # it takes no new prompts until it is empty: only then is emptying it useful
+    tensor_parallel: int = 1  # rollouts of another degree have another KV cache, and none of their trajectories
+    context_tokens: int = 0  # prompts and responses of its trajectories: what a move carries, or prefills again
+    drains_in_s: float | None = None  # as estimated; None: not known yet
 
     @property
     def requests(self) -> int:
@@ -35,10 +41,13 @@ class RolloutObservation:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RepackBounds:
-    """What no target may exceed."""
+    """What no target may exceed, and what no plan may."""
 
     kv_ceiling: float  # C_max, 0 to 1
     batch_bound: int  # B: below it decoding is bound by memory, so that a larger batch costs no latency
+    move_s_per_token: float = 0.0  # that a target spends on a moved token of context; 0: not measured yet
+    wanted: int | None = None  # rollouts that are worth freeing at most; None: all
+    why_no_more: str = ""  # reason for those beyond
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -47,6 +56,9 @@ class Move:
 
     source: str
     target: str
+    context_tokens: int = 0
+    frees_s: float | None = None  # seconds of a rollout, as estimated; None: not known
+    costs_s: float | None = None  # likewise
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -60,17 +72,17 @@ class RepackPlan:
 def plan(observations: Sequence[RolloutObservation], bounds: RepackBounds) -> RepackPlan:
     """Consolidate the rollouts that are past their peak, per policy version.
 
-    KV utilizations are added up, so rollouts of one version must have KV caches of one size. O(n sqrt n) for n rollouts.
+    KV utilizations are added up, so rollouts of one degree must have KV caches of one size. O(n sqrt n) for n rollouts.
     """
     moves: list[Move] = []
     reasons: dict[str, str] = {}
-    groups: dict[int, list[RolloutObservation]] = {}
+    groups: dict[tuple[int, int], list[RolloutObservation]] = {}
     for observation in sorted(observations, key=lambda each: (each.policy_version, each.kv_utilization, each.rollout)):
         busy = _why_no_candidate(observation, bounds)
         if busy:
             reasons[observation.rollout] = busy
         else:
-            groups.setdefault(observation.policy_version, []).append(observation)
+            groups.setdefault((observation.policy_version, observation.tensor_parallel), []).append(observation)
     for candidates in groups.values():
         _consolidate(candidates, bounds, moves, reasons)
     return RepackPlan(moves=tuple(moves), reasons=reasons)
@@ -101,15 +113,45 @@ def _consolidate(
     for rank, source in enumerate(candidates):
         if rank in received:
             continue
-        if not source.draining:
-            reasons[source.rollout] = "it takes new prompts, so emptying it frees nothing"
+        if why_not := _why_no_source(source, bounds, len(moves)):
+            reasons[source.rollout] = why_not
         elif (target := fit.merge(rank)) is None:
-            reasons[source.rollout] = f"no other rollout of version {source.policy_version} can take its trajectories"
+            reasons[source.rollout] = _why_no_target(source, candidates)
         else:
             received.add(target)
-            moves.append(Move(source=source.rollout, target=candidates[target].rollout))
+            moves.append(
+                Move(
+                    source=source.rollout,
+                    target=candidates[target].rollout,
+                    context_tokens=source.context_tokens,
+                    frees_s=source.drains_in_s,
+                    costs_s=bounds.move_s_per_token * source.context_tokens or None,
+                )
+            )
     for rank in received:  # those included that came before their source in the order
         reasons[candidates[rank].rollout] = "it takes in others"
+
+
+def _why_no_source(source: RolloutObservation, bounds: RepackBounds, planned: int) -> str:
+    """Why a candidate is not emptied, wherever its trajectories could go; empty if it may be."""
+    if not source.draining:
+        return "it takes new prompts, so emptying it frees nothing"
+    if bounds.wanted is not None and planned >= bounds.wanted:
+        return bounds.why_no_more
+    costs_s = bounds.move_s_per_token * source.context_tokens
+    if source.drains_in_s is not None and costs_s >= source.drains_in_s and costs_s > 0:
+        return (
+            f"moving its {source.context_tokens} tokens of context costs the target {costs_s:.2g} s, and it drains in "
+            f"{source.drains_in_s:.2g} s by itself"
+        )
+    return ""
+
+
+def _why_no_target(source: RolloutObservation, candidates: Sequence[RolloutObservation]) -> str:
+    others = len(candidates) - 1
+    if not others:
+        return f"no other rollout of version {source.policy_version} is past its peak"
+    return f"none of the {others} others of version {source.policy_version} has room for its trajectories below both bounds"
 
 
 class _BestFit:

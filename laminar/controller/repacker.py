@@ -1,6 +1,10 @@
 """Repack: asks each rollout for its load, plans with the pure planner, and moves trajectories.
 
-  RolloutLoad (one poll per rollout) --> [ plan ] --> [ move: stop at the source, go on at the target ]
+  poll of rollout k (one coroutine each) --RolloutLoad--> [ plan, when all have answered ] --> [ move: stop, go on ]
+       every interval, and at a publish
+
+Invariants: a plan uses each observation once, so it never acts on the same load twice; a trajectory that a target refuses or that a
+death leaves without a rollout is destined for another, or an orphan that goes on elsewhere: never dropped.
 
 A move stops the source's trajectories; each comes back with its last tokens and waits for the target, which leases it as
 soon as it can. A source that dies half-way leaves orphans, a target that dies too: both go on elsewhere.
@@ -9,11 +13,12 @@ soon as it can. A source that dies half-way leaves orphans, a target that dies t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from laminar.config.schema import RepackConfig
 from laminar.controller.kv_exports import moving_pays
-from laminar.controller.repack_planner import Move, RepackBounds, RolloutObservation, plan
+from laminar.controller.repack_inputs import RepackInputs
+from laminar.controller.repack_ledger import RepackLedger
+from laminar.controller.repack_planner import Move, RepackPlan, plan
 from laminar.controller.replica import Replica
 from laminar.controller.rollout_driver import RolloutDriver
 from laminar.controller.rollout_manager import RolloutManager
@@ -24,79 +29,111 @@ from laminar.protocol import messages
 
 
 class Repacker:
-    """Polls, plans and moves, while `repack.enabled`."""
+    """Polls and plans; moves while `repack.enabled`, or when a person asks for it."""
 
     def __init__(
         self,
         manager: RolloutManager,
         driver: RolloutDriver,
         registry: WorkerRegistry,
+        inputs: RepackInputs,
         events: EventBus,
         config: RepackConfig,
         *,
         limit_s: float,
     ) -> None:
         """`limit_s`: longest time that a source may take to stop."""
+        self.inputs = inputs
+        self._ledger = RepackLedger(events, asyncio.get_running_loop().time)
         self._manager = manager
         self._driver = driver
         self._registry = registry
         self._events = events
+        self._enabled = config.enabled
         self._interval_s = config.interval_s
-        self._bounds = RepackBounds(kv_ceiling=config.kv_ceiling, batch_bound=config.batch_bound)
         self._move_kv = config.move_kv
         self._limit_s = limit_s
-        self._published = asyncio.Event()
-        events.subscribe(lambda _: self._published.set(), WeightsPublished)
+        self._asked = False  # a person wants trajectories moved now
+        self._unheard: set[str] = set()  # rollouts that have not answered since the last plan
+        self._all_heard = asyncio.Event()
+        manager.on_observed = self._on_observed
+        events.subscribe(lambda _: self._poll_all(), WeightsPublished)
 
     async def poll_forever(self, replica: Replica) -> None:
-        """Ask one rollout for its load; the answer comes to the rollout manager."""
+        """Ask one rollout for its load, at every interval and whenever a plan is wanted; the rollout manager hears the answer."""
         while True:
-            await asyncio.sleep(self._interval_s)
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await replica.poll.wait()
+            except TimeoutError:
+                pass
+            replica.poll.clear()
             try:
                 await self._registry.send(replica.name, messages.ReportLoad())
             except WorkerLost:
                 return
 
     async def repack_forever(self) -> None:
-        """Plan at every interval, and right after each publish.
+        """Plan whenever all rollouts have answered a poll; with those that have, when one does not for an interval longer.
 
-        Consumes observed loads, waits for the interval or a publish, unblocks the drivers of emptied rollouts.
+        Consumes observed loads, waits for them, unblocks the drivers of emptied rollouts.
         """
         async with asyncio.TaskGroup() as moves:
             while True:
                 try:
-                    async with asyncio.timeout(self._interval_s):
-                        await self._published.wait()
+                    async with asyncio.timeout(2 * self._interval_s):
+                        await self._all_heard.wait()
                 except TimeoutError:
                     pass
-                self._published.clear()
-                # An emptied rollout gains nothing where no group may start, and the target's trajectories get slower.
-                if not self._manager.room_for_more():
+                planned = self.plan(only_fresh=True)
+                self._use_up_observations()
+                if not (self._enabled or self._asked):
                     continue
-                for move in plan(self._observations(), self._bounds).moves:
+                self._asked = False
+                for move in planned.moves:
                     moves.create_task(self._move(move), name=f"repack {move.source} -> {move.target}")
 
-    def _observations(self) -> Sequence[RolloutObservation]:
-        published = self._manager.relays.published_version
-        return [
-            RolloutObservation(
-                rollout=replica.name,
-                policy_version=replica.policy_version,
-                running=replica.observed.running,
-                waiting=replica.observed.waiting,
-                kv_utilization=replica.observed.kv_utilization,
-                previous_kv_utilization=replica.observed_before.kv_utilization,
-                previous_running=replica.observed_before.running,
-                draining=published > replica.policy_version,
-            )
-            for replica in self._manager.replicas.values()
-            if replica.observed is not None
-            and replica.observed_before is not None
-            and replica.in_flight
-            and replica.stopping_for is None
-            and not replica.receiving
-            and self._manager.fleet.takes_work(replica)
-        ]
+    def repack_now(self) -> int:
+        """Have all rollouts say their load now, and move what the plan that follows says; returns how many are asked."""
+        self._asked = True
+        self._poll_all()
+        return len(self._manager.replicas)
+
+    def plan(self, *, only_fresh: bool = False) -> RepackPlan:
+        """What would be moved now, and for every other rollout why it is not emptied.
+
+        Args:
+            only_fresh: leave out rollouts whose newest load an earlier plan has used.
+        """
+        observations, reasons = [], {}
+        for replica in self._manager.replicas.values():
+            if why_not := self.inputs.why_not_observed(replica):
+                reasons[replica.name] = why_not
+            elif only_fresh and not replica.is_fresh:
+                reasons[replica.name] = "it has not said its load since the last plan"
+            else:
+                observations.append(self.inputs.observation(replica))
+        planned = plan(observations, self.inputs.bounds())
+        return RepackPlan(moves=planned.moves, reasons=reasons | planned.reasons)
+
+    def _poll_all(self) -> None:
+        self._use_up_observations()
+        for replica in self._manager.replicas.values():
+            replica.poll.set()
+
+    def _use_up_observations(self) -> None:
+        self._all_heard.clear()
+        self._unheard = set(self._manager.replicas)
+        for replica in self._manager.replicas.values():
+            replica.is_fresh = False
+
+    def _on_observed(self, replica: Replica) -> None:
+        if replica.observed is not None and replica.observed.steps is not None:
+            self.inputs.add_steps(replica, replica.observed.steps)
+        self._unheard.discard(replica.name)
+        self._unheard &= self._manager.replicas.keys()
+        if not self._unheard:
+            self._all_heard.set()
 
     async def _move(self, move: Move) -> None:
         replicas = self._manager.replicas
@@ -105,6 +142,8 @@ class Repacker:
             return
         if not source.in_flight or source.leasing or source.stopping_for is not None or target.stopping_for is not None:
             return
+        if self._manager.room_on(target) < len(source.in_flight):
+            return  # it has filled up since it said its load
         started = asyncio.get_running_loop().time()
         moved = list(source.in_flight.values())
         source.stopped.clear()
@@ -122,8 +161,10 @@ class Repacker:
             return
         finally:
             target.receiving -= 1
+            self._manager.release_what_has_no_room(target)
             target.wake.set()
         gone_on = [trajectory for trajectory in moved if trajectory.rollout == target.name]
+        self._ledger.moved(move, gone_on, stopped_at=started)
         self._events.emit(
             RolloutsRepacked(
                 source=source.name,
@@ -131,5 +172,6 @@ class Repacker:
                 trajectories=len(gone_on),
                 tokens=sum(len(t.prompt.token_ids) + t.num_tokens for t in gone_on),
                 seconds=asyncio.get_running_loop().time() - started,
+                costs_s=move.costs_s,
             )
         )

@@ -1,7 +1,7 @@
 """The commands of the REPL: a table from a name to a function of the live run. They return text, and the same as data.
 
-They only read, except `pause`, `resume` and `stop`, which go through `RunControl`, and those of `repl_fleet.py`. None of them
-waits.
+They only read, except `pause`, `resume` and `stop`, which go through `RunControl`, `repack`, and those of `repl_fleet.py`. None of
+them waits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from laminar.controller.recent_results import RecentResults
 from laminar.controller.repl_answer import Answer, CommandError
 from laminar.controller.repl_fleet import add_rollouts, drain_rollout, remove_rollout
+from laminar.controller.repl_repack import repack_now, repack_plan
 from laminar.controller.repl_trajectory import trajectories, trajectory
 from laminar.controller.repl_views import accounts, buffer, fleet, relays, rollouts, status, trainer
 from laminar.controller.run_view import RunView
@@ -95,6 +96,16 @@ def _paused(view: RunView) -> dict[str, bool]:
     return {"generation": view.control.generation_paused, "training": not view.control.training_allowed.is_set()}
 
 
+def _repack(view: RunView, recent: RecentResults, arguments: Sequence[str]) -> Answer:
+    if view.config.schedule.name != "laminar":
+        raise CommandError(f"under schedule.name: {view.config.schedule.name} no rollout is emptied into another")
+    if not arguments:
+        return repack_now(view)
+    if arguments[0] != "plan":
+        raise CommandError(f"unknown argument {arguments[0]!r}; expected: {usage('repack')}")
+    return repack_plan(view)
+
+
 def _stop(view: RunView, recent: RecentResults, arguments: Sequence[str]) -> Answer:
     view.control.stop()
     step = view.trainer.step
@@ -156,6 +167,11 @@ COMMANDS: dict[str, Command] = {
     ),
     "accounts": Command(
         arguments="", help="what became of every prompt so far", function=lambda view, *_: accounts(view)
+    ),
+    "repack": Command(
+        arguments="[plan]",
+        help="empty rollouts that hold only stragglers now; or show what would be moved, and why not more",
+        function=_repack,
     ),
     "stop": Command(arguments="", help="end the run after the current step, with a checkpoint", function=_stop),
     "help": Command(arguments="", help="this list", function=_help),

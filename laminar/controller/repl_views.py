@@ -77,13 +77,14 @@ def status(view: RunView, metrics: Mapping[str, Any]) -> Answer:
 
 def rollouts(view: RunView) -> Answer:
     """Every rollout."""
-    rows = [_rollout(view, replica) for replica in view.rollouts.replicas.values()]
+    bound = view.repacker.inputs.batch_bound() if view.config.schedule.name == "laminar" else None
+    rows = [_rollout(view, replica, bound) for replica in view.rollouts.replicas.values()]
     if not rows:
         return Answer(text=f"no rollout is ready yet; {_missing(view)}", data=[])
     return Answer(text=rows_as_text(rows), data=rows)
 
 
-def _rollout(view: RunView, replica: Replica) -> dict[str, Cell]:
+def _rollout(view: RunView, replica: Replica, batch_bound: int | None) -> dict[str, Cell]:
     worker = view.registry.workers.get(replica.name)
     seconds = replica.clock.totals()
     generating = seconds.get("generating", 0.0)
@@ -95,6 +96,7 @@ def _rollout(view: RunView, replica: Replica) -> dict[str, Cell]:
         "in flight": len(replica.in_flight),
         "running": replica.load.running,
         "waiting": replica.load.waiting,
+        "B": batch_bound,
         "KV": percent(replica.load.kv_utilization),
         "tokens": replica.generated_tokens,
         "tokens/s": round(replica.generated_tokens / generating, 1) if generating > 0 else None,

@@ -34,7 +34,9 @@ class Replica:
     receiving: int = 0  # rollouts that are being emptied into this one
     load: RolloutLoad = NO_LOAD  # newest
     observed: RolloutLoad | None = None  # at the newest poll
-    observed_before: RolloutLoad | None = None  # at the poll before
+    observed_before: RolloutLoad | None = None  # at the poll before, with the same weights
+    is_fresh: bool = False  # no plan has used the newest poll yet
+    poll: asyncio.Event = field(default_factory=asyncio.Event)  # set to poll it now
     generated_tokens: int = 0
     last_token_at: float = 0.0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -44,3 +46,9 @@ class Replica:
         """The answer to a poll."""
         self.load = load
         self.observed_before, self.observed = self.observed, load
+        self.is_fresh = True
+
+    def forget_observations(self) -> None:
+        """It serves other weights now: its load before says nothing about its load since."""
+        self.observed = self.observed_before = None
+        self.is_fresh = False

@@ -207,6 +207,7 @@ class RolloutFleet:
         """A rollout serves this version now."""
         self.serving[replica.policy_version] -= 1
         replica.policy_version = version
+        replica.forget_observations()
         self.serving[version] += 1
         self.health.serves(replica.name, self._now())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Callable
 
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.experience_buffer import ExperienceBuffer
@@ -75,6 +76,7 @@ class RolloutManager:
         self._next_group = next_group
         self._rescuers: dict[int, str] = {}  # version of orphans -> rollout that takes it to go on with them
         self._now = asyncio.get_running_loop().time
+        self.on_observed: Callable[[Replica], None] = lambda replica: None  # it has answered a poll
         registry.handle(messages.TrajectoryDeltas, self._on_deltas)
         registry.handle(messages.RolloutLoad, self._on_load)
         registry.handle(messages.KvTaken, self._on_kv_taken)
@@ -189,9 +191,34 @@ class RolloutManager:
         total = self.pool.held + self._room(replica.policy_version) * self._group_size
         return min(self._max_running, -(-total // self.fleet.at_work))
 
-    def room_for_more(self) -> bool:
-        """Whether a rollout that took the newest weights now could start a group."""
-        return self._room(self.relays.published_version) > 0 and len(self.prompts) > 0
+    def rollouts_wanted(self) -> int:
+        """Rollouts that could fill up with groups that may start, beyond what those that are there take by themselves.
+
+        An emptied rollout takes the newest weights, and its share; those that serve them, or are empty, take theirs anyway.
+        """
+        if self.control.generation_paused or self.control.stop_requested.is_set() or not len(self.prompts):
+            return 0
+        published = self.relays.published_version
+        may_start = self._room(published) * self._group_size
+        if may_start <= 0:
+            return 0
+        held = self.pool.held + may_start
+        share = max(self._group_size, min(self._max_running, -(-held // max(1, self.fleet.at_work))))
+        for replica in self.replicas.values():
+            fills_by_itself = replica.policy_version >= published or not replica.in_flight
+            if fills_by_itself and self.fleet.takes_work(replica):
+                may_start -= max(0, share - len(replica.in_flight))
+        return max(0, -(-may_start // share))
+
+    def room_on(self, replica: Replica) -> int:
+        """Trajectories that a rollout could take in beyond those that it has, and those that wait for it."""
+        return self._max_running - len(replica.in_flight) - len(self.pool.destined(replica.name))
+
+    def release_what_has_no_room(self, replica: Replica) -> None:
+        """Several rollouts were emptied into this one, and it cannot hold all: any other of their version may go on with the rest."""
+        if (excess := -self.room_on(replica)) > 0:
+            for trajectory in self.pool.destined(replica.name)[-excess:]:
+                self.fleet.orphan(trajectory)
 
     def _room(self, version: int) -> int:
         return self.schedule.room(
@@ -277,8 +304,14 @@ class RolloutManager:
     # ------------------------------------------------------------ taking in
 
     def _on_load(self, worker: Worker, message: messages.RolloutLoad) -> None:
-        if replica := self.replicas.get(worker.name):
+        replica = self.replicas.get(worker.name)
+        if replica is None:
+            return
+        if message.steps is None:
+            replica.load = message  # the last figures of a rollout that has drained
+        else:
             replica.observe(message)
+            self.on_observed(replica)
 
     def _on_kv_taken(self, worker: Worker, message: messages.KvTaken) -> None:
         self.kv_exports.taken(message)

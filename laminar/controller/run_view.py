@@ -11,6 +11,7 @@ from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
 from laminar.controller.relay_manager import RelayManager
+from laminar.controller.repacker import Repacker
 from laminar.controller.rollout_fleet import RolloutFleet
 from laminar.controller.rollout_manager import RolloutManager
 from laminar.controller.run_control import RunControl
@@ -43,6 +44,9 @@ class RunView(Protocol):
 
     @property
     def fleet(self) -> RolloutFleet: ...
+
+    @property
+    def repacker(self) -> Repacker: ...
 
     @property
     def trainer(self) -> TrainerDriver: ...

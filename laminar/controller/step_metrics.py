@@ -19,6 +19,8 @@ from laminar.observability.events import (
     KvMoved,
     MetricsReported,
     PromptRejected,
+    RepackSettled,
+    RolloutsRepacked,
     StepFinished,
     TokensAppended,
     WeightsBroadcast,
@@ -61,10 +63,14 @@ class StepMetrics:
         self._kv_moves = 0
         self._kv_moved_bytes = 0
         self._kv_refused = 0
+        self._moves: list[RolloutsRepacked] = []
+        self._settled: list[RepackSettled] = []
         events.subscribe(self._on_tokens, TokensAppended)
         events.subscribe(self._on_weights, WeightsPublished, WeightsBroadcast, WeightsPulled)
         events.subscribe(self._on_kv_moved, KvMoved)
         events.subscribe(self._on_loss, GroupDropped, PromptRejected)
+        events.subscribe(lambda event: self._moves.append(event), RolloutsRepacked)
+        events.subscribe(lambda event: self._settled.append(event), RepackSettled)
         events.subscribe(self._on_step, StepFinished)
 
     def start(self) -> None:
@@ -154,6 +160,7 @@ class StepMetrics:
             "kv_moves": self._kv_moves,
             "kv_moved_bytes": self._kv_moved_bytes,
             "kv_refused": self._kv_refused,
+            **self._repack(),
             **self._gauges(),
         }
         for name, value in event.trainer_metrics.items():
@@ -161,7 +168,19 @@ class StepMetrics:
         self._last, self._trainer_before, self._rollouts_before = now, trainer, rollouts
         self._generated = 0
         self._kv, self._broadcasts, self._broadcast_bytes, self._pulls = [], [], [], []
+        self._moves, self._settled = [], []
         self._events.emit(MetricsReported(line=line))
+
+    def _repack(self) -> dict[str, float | None]:
+        """Of the moves that were made in this interval, and of those that were settled in it."""
+        return {
+            "repack_moves": len(self._moves),
+            "repack_trajectories": sum(move.trajectories for move in self._moves),
+            "repack_tokens": sum(move.tokens for move in self._moves),
+            "repack_pause_s_mean": _mean([move.pause_s_mean for move in self._settled]),
+            "repack_freed_s": sum(move.freed_s for move in self._settled),
+            "repack_gained_tokens": sum(move.gained_tokens for move in self._settled),
+        }
 
 
 def _mean(values: list[float]) -> float | None:

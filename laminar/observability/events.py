@@ -95,8 +95,29 @@ class RolloutsRepacked:
     source: str
     target: str
     trajectories: int
-    tokens: int  # prompt and response tokens to prefill again
+    tokens: int  # prompt and response tokens; those whose KV does not come along are prefilled again
     seconds: float  # from the stop at the source to the new lease
+    costs_s: float | None = (
+        None  # of the target's time, to prefill or take in what was moved, as planned; None: not known
+    )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RepackSettled:
+    """All trajectories of a move have ended, so the source would have been held until about now: what the move has come to."""
+
+    source: str
+    target: str
+    trajectories: int
+    tokens: int  # prompt and response tokens that were moved
+    kv_tokens: int  # of them, those whose KV came along; the others were prefilled again
+    kv_bytes: int  # of that KV
+    planned_frees_s: float | None  # what the planner expected to free, in seconds of a rollout; None: it could not tell
+    planned_costs_s: float | None  # likewise, of the target's time
+    freed_s: float  # from the move until the last of the trajectories ended
+    pause_s_mean: float  # of a trajectory, from the stop at the source to the lease at the target
+    pause_s_max: float
+    gained_tokens: int  # that the freed rollout generated in that time
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -20,12 +20,18 @@ import numpy as np
 class JsonLines:
     """Appends lines; what cannot be written is counted, and `on_error` hears of it."""
 
-    def __init__(self, path: Path, on_error: Callable[[Path, OSError], None]) -> None:
-        """Open for appending. Raises OSError."""
+    def __init__(self, path: Path, on_error: Callable[[Path, OSError], None], *, array: bool = False) -> None:
+        """Open for appending. Raises OSError.
+
+        `array`: as one JSON array with an entry a line, that lacks its end as long as the file may grow.
+        """
         self.path = path
         self.lost = 0  # lines that could not be written
         self._on_error = on_error
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._end = b",\n" if array else b"\n"
+        if array and os.fstat(self._file).st_size == 0:
+            os.write(self._file, b"[\n")
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line; it is with the operating system when this returns."""
@@ -33,7 +39,7 @@ class JsonLines:
 
     def write_all(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append lines by one call of the operating system; what does not fit costs the last of them."""
-        data = b"".join([_encoded(line) for line in lines])
+        data = b"".join([_encoded(line) + self._end for line in lines])
         start = written = 0
         try:
             start = os.fstat(self._file).st_size
@@ -62,9 +68,9 @@ class JsonLines:
 
 def _encoded(line: Mapping[str, Any]) -> bytes:
     try:
-        return _ENCODER.encode(line) + b"\n"
+        return _ENCODER.encode(line)
     except UnicodeEncodeError:  # half a surrogate pair, as in the name of a file that is not UTF-8
-        return (json.dumps(plain(line), ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "replace")
+        return json.dumps(plain(line), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
 
 
 def plain(value: Any) -> Any:

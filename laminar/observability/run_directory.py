@@ -6,6 +6,7 @@
   checkpoints/        one folder per checkpoint
   metrics.jsonl       one line per step
   trajectories.jsonl  one line per trajectory that was trained or dropped
+  trace.json          who did what when, for ui.perfetto.dev; trace-2.json of a controller that went on with the run
   journal.sqlite      what the next controller needs; accounts.json at the end: what became of every prompt
   events.jsonl        workers, weights, checkpoints, rejected prompts and notices, with seconds since the start
 
@@ -32,11 +33,13 @@ from laminar.errors import UserError
 from laminar.observability import events as kinds
 from laminar.observability.events import EventBus, GroupDropped, MetricsReported, Notice, StepFinished
 from laminar.observability.json_lines import JsonLines
+from laminar.observability.trace import Trace
 from laminar.protocol.connection import CONNECTION_FILE, Connection, boot_id, process_started
 from laminar.trajectory import Trajectory
 
 MARKER = "run.json"
 CONFIG = "config.yaml"
+TRACE = "trace.json"
 
 # What events.jsonl tells: everything that happens seldom and that a person would look for.
 TOLD_EVENTS: tuple[type, ...] = (
@@ -50,6 +53,7 @@ TOLD_EVENTS: tuple[type, ...] = (
     kinds.TrainerRestarted,
     kinds.RolloutsRepacked,
     kinds.KvMoved,
+    kinds.RepackSettled,
     kinds.PromptRejected,
     kinds.WeightsPublished,
     kinds.WeightsBroadcast,
@@ -122,6 +126,15 @@ class RunDirectory:
         self.checkpoints.mkdir(exist_ok=True)
         for name in ("metrics", "trajectories", "events"):
             self._lines[name] = JsonLines(self.path / f"{name}.jsonl", self._on_write_error)
+        self._lines["trace"] = JsonLines(self._new_trace(), self._on_write_error, array=True)
+
+    def _new_trace(self) -> Path:
+        """One per controller: its clock, and what it had under way, end with it."""
+        number, file = 1, self.path / TRACE
+        while file.exists():
+            number += 1
+            file = self.path / f"{Path(TRACE).stem}-{number}.json"
+        return file
 
     @property
     def lost_lines(self) -> int:
@@ -131,6 +144,7 @@ class RunDirectory:
     def record(self, events: EventBus, now: Callable[[], float]) -> None:
         """Write down what happens from now on; `now` is the controller's clock, in seconds."""
         self._events, self._now, self._started = events, now, now()
+        Trace(events, lambda: now() - self._started, lambda lines: self._write("trace", lines))
         events.subscribe(self._on_metrics, MetricsReported)
         events.subscribe(self._on_step, StepFinished)
         events.subscribe(self._on_dropped, GroupDropped)

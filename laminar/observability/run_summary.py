@@ -16,6 +16,8 @@ from laminar.observability.events import (
     GroupDropped,
     MetricsReported,
     PromptRejected,
+    RepackSettled,
+    RolloutsRepacked,
     StepFinished,
     TokensAppended,
     WeightsBroadcast,
@@ -59,10 +61,14 @@ class RunSummary:
         self._repairs = 0
         self._pulls: list[float] = []
         self._nbytes = 0
+        self._moves: list[RolloutsRepacked] = []
+        self._settled: list[RepackSettled] = []
         events.subscribe(self._on_metrics, MetricsReported)
         events.subscribe(self._on_step, StepFinished)
         events.subscribe(self._on_tokens, TokensAppended)
         events.subscribe(self._on_weights, WeightsPublished, WeightsBroadcast, WeightsPulled)
+        events.subscribe(lambda event: self._moves.append(event), RolloutsRepacked)
+        events.subscribe(lambda event: self._settled.append(event), RepackSettled)
         events.subscribe(self._on_other, PromptRejected, GroupDropped, CheckpointFinished)
 
     def _on_metrics(self, event: MetricsReported) -> None:
@@ -130,6 +136,8 @@ class RunSummary:
             rows.append(("on the wire", f"{percent(mean)} of the weights' bytes"))
         if self._pulls:
             rows.append(("pull", f"{_mean_and_max(self._pulls)}, {len(self._pulls)} pulls"))
+        if self._moves:
+            rows.append(("repack", self._repack()))
         rows.append(("rejected prompts", str(self.rejected_prompts)))
         rows.append(("dropped groups", str(self.dropped_groups)))
         if self.resampled_groups:
@@ -137,6 +145,21 @@ class RunSummary:
         if self._late:
             rows.append(("late tokens", f"{short_number(self._late)} dropped"))
         return rows + self._checkpoint_rows()
+
+    def _repack(self) -> str:
+        moved = sum(move.trajectories for move in self._moves)
+        tokens = short_number(sum(move.tokens for move in self._moves))
+        text = f"{len(self._moves)} rollouts freed, {moved} trajectories moved with {tokens} tokens of context"
+        if not self._settled:
+            return text
+        trajectories = max(1, sum(move.trajectories for move in self._settled))
+        pause_s = sum(move.pause_s_mean * move.trajectories for move in self._settled) / trajectories
+        kv_bytes = sum(move.kv_bytes for move in self._settled)
+        if kv_bytes:
+            text += f" ({data_size(kv_bytes)} of KV came along)"
+        gained = short_number(sum(move.gained_tokens for move in self._settled))
+        freed_s = duration(sum(move.freed_s for move in self._settled))
+        return f"{text}, which paused for {duration(pause_s)} on average; freed rollouts generated {gained} tokens in {freed_s}"
 
     def _wall_time(self) -> str:
         text = duration(self._now() - self._started)

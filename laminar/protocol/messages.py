@@ -155,6 +155,15 @@ class ReportLoad:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class DecodeSteps:
+    """Decode steps since the last answer to `ReportLoad`, by batch size; empty where there were none."""
+
+    running: np.ndarray  # int32 [S]: trajectories in the batch, ascending
+    seconds: np.ndarray  # float32 [S]: of a step, median
+    kv_utilization: np.ndarray  # float32 [S]: mean, 0 to 1
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class RolloutJoined:
     """What a rollout holds that another controller gave it; sent before `Ready`, when the controller is a new one.
 
@@ -175,6 +184,7 @@ class RolloutLoad:
     kv_utilization: float  # 0 to 1
     prefill_s_per_token: float = 0.0  # seconds of prefill per token of context, as measured lately; 0: not yet
     kv_move_s_per_token: float = 0.0  # seconds to export and import the KV of a token, likewise
+    steps: DecodeSteps | None = None  # in answers to `ReportLoad`, and in no other
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

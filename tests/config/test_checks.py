@@ -48,6 +48,24 @@ def test_the_valid_example_passes(config_file):
     ("overrides", "expected"),
     [
         (["trainer.mini_batches=3"], "trainer.mini_batches: 3; expected a divisor of trainer.groups_per_step (4)"),
+        (
+            ["repack.enabled=true", "repack.batch_bound=65"],
+            "repack.batch_bound: 65; expected at most rollout.max_running (64)",
+        ),
+        (
+            ["repack.enabled=true", "repack.batch_bound_ceiling=65"],
+            "repack.batch_bound_ceiling: 65; expected at most rollout.max_running (64)",
+        ),
+        (
+            ["repack.enabled=true", "repack.batch_bound_floor=9", "repack.batch_bound_ceiling=8"],
+            "repack.batch_bound_floor: 9; expected at most repack.batch_bound_ceiling (8)",
+        ),
+        (["repack.enabled=true", "repack.batch_bound=1"], "repack.batch_bound: 1; a rollout with a single trajectory"),
+        (
+            ["repack.enabled=true", "repack.interval_s=1800"],
+            "repack.interval_s: 1800; expected less than controller.step_timeout_s (1800)",
+        ),
+        (["repack.enabled=true", "schedule.name=partial"], "repack.enabled: true; under schedule.name: partial"),
         (["trainer.ranks=5", "trainer.mini_batches=4"], "trainer.ranks: 5; expected at most 4"),
         (["rollout.max_running=3"], "rollout.max_running: 3; expected at least trainer.group_size (4)"),
         (["trainer.max_tokens_per_micro_batch=199"], "trainer.max_tokens_per_micro_batch: 199; expected at least 200"),

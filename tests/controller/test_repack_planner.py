@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.controller.repack_planner import Move, RepackBounds, RolloutObservation, plan
@@ -56,7 +56,7 @@ def test_merges_already_planned_count_against_both_bounds():
 def test_a_rollout_that_is_not_past_its_peak_is_neither_source_nor_target(change, reason):
     result = plan([rollout("a", **change), rollout("b", 0.4)], BOUNDS)
     assert result.moves == ()
-    assert result.reasons == {"a": reason, "b": "no other rollout of version 3 can take its trajectories"}
+    assert result.reasons == {"a": reason, "b": "no other rollout of version 3 is past its peak"}
 
 
 @pytest.mark.parametrize("before", [1, 2])
@@ -83,6 +83,46 @@ def test_equals_are_taken_by_name():
     observations = [rollout(name, 0.25) for name in "dbca"]
     assert moves(observations) == [("a", "b"), ("c", "b")]
     assert moves(observations[::-1]) == moves(observations)
+
+
+def test_a_source_that_nobody_has_room_for_says_so():
+    result = plan([rollout("a", 0.5), rollout("b", 0.6)], BOUNDS)
+    assert result.moves == ()
+    assert result.reasons["a"] == "none of the 1 others of version 3 has room for its trajectories below both bounds"
+
+
+def test_a_move_that_costs_more_than_it_frees_is_not_made():
+    bounds = RepackBounds(kv_ceiling=0.9, batch_bound=32, move_s_per_token=0.001)
+    soon = rollout("a", 0.1, context_tokens=5_000, drains_in_s=4.0)
+    late = rollout("b", 0.2, context_tokens=5_000, drains_in_s=60.0)
+    unknown = rollout("c", 0.35, context_tokens=5_000)
+    result = plan([soon, late, unknown, rollout("d", 0.5)], bounds)
+    assert result.moves == (
+        Move(source="b", target="d", context_tokens=5_000, frees_s=60.0, costs_s=5.0),
+        Move(source="c", target="a", context_tokens=5_000, frees_s=None, costs_s=5.0),
+    )
+    # One that is not worth emptying may still take others in.
+    assert result.reasons["a"] == "it takes in others"
+    alone = plan([soon, rollout("d", 0.9)], bounds)
+    assert (
+        alone.reasons["a"] == "moving its 5000 tokens of context costs the target 5 s, and it drains in 4 s by itself"
+    )
+    # Nothing is measured yet: then nothing speaks against it.
+    assert plan([soon, rollout("d", 0.35)], BOUNDS).moves[0] == Move(
+        source="a", target="d", context_tokens=5_000, frees_s=4.0, costs_s=None
+    )
+
+
+def test_no_more_are_freed_than_are_wanted():
+    observations = [rollout(name, 0.1) for name in "abcdef"]
+    for wanted, freed in ((0, 0), (2, 2), (9, 5)):
+        result = plan(observations, RepackBounds(kv_ceiling=0.9, batch_bound=32, wanted=wanted, why_no_more="enough"))
+        assert len(result.moves) == freed
+        assert list(result.reasons.values()).count("enough") == 6 - freed - (freed > 0)
+
+
+def test_degrees_of_tensor_parallelism_do_not_mix():
+    assert moves([rollout("a", 0.1), rollout("b", 0.2, tensor_parallel=2), rollout("c", 0.3)]) == [("a", "c")]
 
 
 def test_versions_do_not_mix():
@@ -160,6 +200,7 @@ def clusters(draw):
 
 
 @given(clusters())
+@settings(deadline=None)
 def test_a_plan_is_the_reference_and_keeps_every_bound(cluster):
     observations, bounds = cluster
     result = plan(observations, bounds)

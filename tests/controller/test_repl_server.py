@@ -7,6 +7,7 @@ import stat
 
 import pytest
 
+from laminar.config.schema import ScheduleConfig
 from laminar.controller import repl_commands
 from laminar.controller.checkpoints import Checkpoint
 from laminar.controller.controller import Controller
@@ -122,8 +123,8 @@ async def test_rollouts(client):
     answer = await client.ask("rollouts")
     header, first, second = answer["text"].splitlines()
     assert header.split()[:4] == ["rollout", "version", "health", "state"]
-    assert " ".join(first.split()) == "rollout-0 3 healthy generating 0 1 0 50 % 600 100 100 % 0 host-a 31"
-    assert " ".join(second.split()) == "rollout-1 2 healthy generating 1 1 1 50 % 600 100 100 % 1 - -"
+    assert " ".join(first.split()) == "rollout-0 3 healthy generating 0 1 0 7 50 % 600 100 100 % 0 host-a 31"
+    assert " ".join(second.split()) == "rollout-1 2 healthy generating 1 1 1 7 50 % 600 100 100 % 1 - -"
     assert answer["data"][1]["waiting"] == 1
 
 
@@ -309,6 +310,30 @@ async def test_clients_see_the_end_of_the_run(view):
         assert await client.reader.read() == b""
 
 
+async def test_repack_says_what_would_be_moved_and_why_not_more(client, view):
+    answer = await client.ask("repack plan")
+    assert answer["data"]["moves"] == [{"source": "rollout-1", "target": "rollout-0"}]
+    assert answer["data"]["reasons"] == {"rollout-0": "it takes in others"}
+    for text in (
+        "it takes in others",
+        "frees it for some 40.0 s, costs the target 3.0 s",
+        "7 trajectories (fitted)",
+        "2 rollouts",
+    ):
+        assert text in answer["text"], answer["text"]
+    assert view.repacker.asked == 0
+    assert (await client.ask("repack"))["data"] == {"asked": 2}
+    assert view.repacker.asked == 1
+    assert "expected: repack [plan]" in (await client.ask("repack all"))["text"]
+    assert [row["B"] for row in (await client.ask("rollouts"))["data"]] == [7, 7]
+
+
+async def test_repack_is_refused_where_no_rollout_can_be_emptied(client, view):
+    view.config = view.config.model_copy(update={"schedule": ScheduleConfig(name="partial")})
+    assert "schedule.name: partial" in (await client.ask("repack"))["text"]
+    assert [row["B"] for row in (await client.ask("rollouts"))["data"]] == [None, None]
+
+
 async def test_a_bug_in_a_command_does_not_end_the_run(client, view, monkeypatch):
     notices = []
     view.events.subscribe(notices.append, Notice)
@@ -334,6 +359,16 @@ async def test_the_controller_has_all_that_the_repl_looks_at(tmp_path):
     assert names and all(hasattr(controller, name) for name in names)
     async with serving(controller):
         client = await connect(tmp_path / "repl.sock")
-        for command in ("status", "rollouts", "relays", "trainer", "buffer", "trajectory", "help"):
+        for command in (
+            "status",
+            "rollouts",
+            "relays",
+            "trainer",
+            "buffer",
+            "trajectory",
+            "repack plan",
+            "repack",
+            "help",
+        ):
             answer = await client.ask(command)
             assert answer["ok"], answer["text"]

@@ -15,6 +15,8 @@ from laminar.simulation.models.resident import PAUSED, REMOVED, RUNNING, Finishe
 
 __all__ = ["EngineStatistics", "Finished", "Pauses", "RooflineEngine"]
 
+USUAL_CONTEXT = 4096  # tokens
+
 
 class RooflineEngine(EngineBatch):
     """One replica. Times are seconds on the caller's clock and never go back from call to call."""
@@ -154,6 +156,19 @@ class RooflineEngine(EngineBatch):
         """Running (those in a tool call included: they keep their KV), waiting, and KV utilization from 0 to 1."""
         self._process(now)
         return len(self._running) + self._num_paused, self._num_waiting, self._kv_tokens(now) / self.kv_capacity
+
+    def decode_step(self, now: float) -> tuple[int, float, float] | None:
+        """Trajectories, seconds and KV utilization of a decode step at this moment; None where nothing is decoded."""
+        self._process(now)
+        running = len(self._running)
+        if not running:
+            return None
+        attended = self._attended + self._batch * self._whole_steps(now)
+        return running, self._costs.steps(running, attended).seconds(1), self._kv_tokens(now) / self.kv_capacity
+
+    def prefill_s_per_token(self) -> float:
+        """Seconds of prefill per token of context, for a context of usual length."""
+        return self._costs.prefill_seconds(USUAL_CONTEXT, 0) / USUAL_CONTEXT
 
     def statistics(self, now: float) -> EngineStatistics:
         """Where the time went, up to now."""

@@ -75,7 +75,9 @@ class RepackFigures:
     moves: int = 0  # source -> target; each frees its source
     trajectories_moved: int = 0
     tokens_moved: int = 0  # prompt and response tokens to prefill again
-    overhead_s: float = 0.0  # mean seconds of a move, from the stop at the source to the new lease
+    overhead_s: float = (
+        0.0  # mean seconds of a move, from the stop at the source until the target has prefilled what came
+    )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

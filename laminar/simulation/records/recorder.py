@@ -66,7 +66,7 @@ class _Measured:
             moves=len(self.moves),
             trajectories_moved=sum(move.trajectories for move in self.moves),
             tokens_moved=sum(move.tokens for move in self.moves),
-            overhead_s=_mean([move.seconds for move in self.moves]) or 0.0,
+            overhead_s=_mean([move.seconds + (move.costs_s or 0.0) for move in self.moves]) or 0.0,
         )
 
 

@@ -187,8 +187,10 @@ class StudyRepack(Section):
     """As `repack.interval_s` of an experiment."""
     kv_ceiling: Annotated[float, Field(gt=0, le=1)] = 0.9
     """As `repack.kv_ceiling` of an experiment."""
-    batch_bound: Annotated[int | None, Field(ge=1)] = None
-    """As `repack.batch_bound` of an experiment, but never more than a rollout holds at once. null: the largest batch that the engine model decodes hardly slower than a single trajectory (docs/simulation.md)."""
+    batch_bound: Annotated[int | None, Field(ge=2)] = None
+    """As `repack.batch_bound` of an experiment, but never more than a rollout holds at once. null: `auto`, fitted from the decode steps that the modelled rollouts report."""
+    slowdown: Annotated[float, Field(gt=1)] = 1.2
+    """As `repack.slowdown` of an experiment."""
 
 
 class SimulationConfig(Section):

@@ -46,9 +46,9 @@ EXPLANATIONS = {
         "GPU-side contention and needs no barrier of its own"
     ),
     "repack_throughput": (
-        "Where rollouts and trainer are balanced the trainer bounds both runs. Where generation is the bottleneck repack gains up to 9 % with the "
-        "fitted B and up to 19 % with B = 64, and loses where the trainer waits for the very stragglers that share a rollout: with "
-        "contexts of 10K tokens a few of them already slow each other. The paper moves more at no cost in latency"
+        "Where rollouts and trainer are balanced the trainer bounds both runs, and where it waits for the longest trajectories of all "
+        "(7B on 256 GPUs and more) nothing is moved. In between, few rollouts are below B at the same time: contexts of 10K tokens "
+        "slow each other at some ten trajectories already. The paper moves more, and reports no cost in latency"
     ),
     "repack_kv_off": (
         "A batch of 8192 trajectories of 2,600 tokens on average is 21M tokens of KV cache if all ran at once at full length; the rollouts "
@@ -56,7 +56,7 @@ EXPLANATIONS = {
     ),
     "repack_kv_on": "As without repack: the caches are far larger than what is under way",
     "repack_overhead": (
-        "Ours is the time from the stop at the source to the lease at the target, without the prefill there, which counts as generation"
+        "Ours is a stop without latency, and the prefill of what was moved at the target; the paper does not say what its figure holds"
     ),
     "repack_latency": (
         "Stragglers that share a rollout decode slower: with contexts of 10K tokens reading the KV cache outweighs reading the weights at "

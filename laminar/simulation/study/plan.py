@@ -138,7 +138,7 @@ class _Planner:
         return PlannedCase(label=label, split=split, experiment=experiment, models=models)
 
     def _load(self, shape: ModelSpec, degree: int, schedule: StudySchedule) -> Load:
-        experiment = self._experiment_of(schedule, 1, degree, self._config.batch.group_size, 1, 1)
+        experiment = self._experiment_of(schedule, 1, degree, self._config.batch.group_size, 1)
         bound = max_staleness(experiment)
         return Load(
             model=shape,
@@ -170,15 +170,14 @@ class _Planner:
         running = schedule.max_running or self._config.rollout.max_running or splits.max_running(load, replicas)
         per_host = self._constants.gpus_per_host
         relays = 1 + -(-split.rollout_gpus // per_host)  # the master, and one per rollout host
-        bound = splits.batch_bound(load)
-        experiment = self._experiment_of(schedule, replicas, load.tensor_parallel, running, relays, bound)
+        experiment = self._experiment_of(schedule, replicas, load.tensor_parallel, running, relays)
         chain = relay_chain(load.model, relays, self._constants)
         # The chunk size that the chain's formula wants for this model; the default of an experiment is for small ones.
         relay = experiment.relay.model_copy(update={"chunk_mib": chain.nbytes / chain.best_chunks / (1 << 20)})
         return experiment.model_copy(update={"relay": relay})
 
     def _experiment_of(
-        self, schedule: StudySchedule, replicas: int, degree: int, running: int, relays: int, bound: int
+        self, schedule: StudySchedule, replicas: int, degree: int, running: int, relays: int
     ) -> ExperimentConfig:
         config, work = self._config, self._workload
         longest = work.max_prompt_tokens + work.max_response_tokens
@@ -195,7 +194,10 @@ class _Planner:
                 tensor_parallel=degree,
                 max_running=running,
                 max_response_tokens=work.max_response_tokens,
-                delta_interval_s=config.rollout.delta_interval_s,
+                # Repack judges by the tokens that have come how much longer a trajectory will take.
+                delta_interval_s=min(
+                    config.rollout.delta_interval_s, config.repack.interval_s if schedule.repack else NEVER_S
+                ),
             ),
             relay=RelayConfig(count=relays, broadcast_timeout_s=NEVER_S),
             trainer=TrainerConfig(
@@ -213,7 +215,8 @@ class _Planner:
                 enabled=schedule.repack,
                 interval_s=config.repack.interval_s,
                 kv_ceiling=config.repack.kv_ceiling,
-                batch_bound=min(config.repack.batch_bound or bound, running),
+                batch_bound="auto" if config.repack.batch_bound is None else min(config.repack.batch_bound, running),
+                slowdown=config.repack.slowdown,
             ),
             controller=ControllerConfig(start_timeout_s=NEVER_S, step_timeout_s=NEVER_S),
         )

@@ -24,7 +24,6 @@ from laminar.simulation.models.workload import Workload
 WEIGHTS_SHARE = 1 / 3  # of the engine's memory: at most so much for weights, by the default tensor parallel degree
 KV_CEILING = 0.9  # of the KV cache: what a rollout is filled to
 MOST_RUNNING = 1024  # trajectories of one engine at once
-FLAT = 1.2  # a decode step up to so many times the shortest counts as no slower
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -97,19 +96,6 @@ def max_running(load: Load, replicas: int) -> int:
     most = min(most, int(capacity / batch.kv_tokens_held) // batch.group_size)
     most = min(most, math.ceil(load.batches_under_way * batch.groups / replicas))
     return max(1, most) * batch.group_size
-
-
-def batch_bound(load: Load) -> int:
-    """The roofline batch bound B of repack: with more trajectories a decode step leaves its flat part.
-
-    Flat is up to `FLAT` times the step of a single trajectory, both at the mean context of steady decoding.
-    """
-    costs = StepCosts(load.model, load.gpu, load.tensor_parallel, load.constants)
-
-    def step_s(running: int) -> float:
-        return costs.steps(running, int(running * load.batch.kv_tokens_held)).seconds(1)
-
-    return max(running for running in range(1, MOST_RUNNING + 1) if step_s(running) <= FLAT * step_s(1))
 
 
 def generation_seconds(load: Load, replicas: int) -> float:

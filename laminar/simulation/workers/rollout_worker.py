@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,7 +96,7 @@ class ModelledRollout(ModelledWorker):
     def handle(self, message: Any) -> None:
         """See `ModelledWorker`."""
         if isinstance(message, messages.ReportLoad):
-            self.send(self._load())
+            self.send(self._answer())
         elif isinstance(message, messages.Generate):
             self._generate(message)
         elif isinstance(message, messages.AbortTrajectories):
@@ -324,6 +325,16 @@ class ModelledRollout(ModelledWorker):
     def _load(self) -> messages.RolloutLoad:
         running, waiting, kv_utilization = self.engine.load(self.loop.time())
         return messages.RolloutLoad(running=running, waiting=waiting, kv_utilization=kv_utilization)
+
+    def _answer(self) -> messages.RolloutLoad:
+        step = self.engine.decode_step(self.loop.time())
+        running, seconds, kv_utilization = ([], [], []) if step is None else ([value] for value in step)
+        steps = messages.DecodeSteps(
+            running=np.array(running, np.int32),
+            seconds=np.array(seconds, np.float32),
+            kv_utilization=np.array(kv_utilization, np.float32),
+        )
+        return replace(self._load(), steps=steps, prefill_s_per_token=self.engine.prefill_s_per_token())
 
     # ------------------------------------------------------------ weights
 

@@ -28,6 +28,7 @@ from laminar.workers.rollout.kv_file import KvRefused
 from laminar.workers.rollout.move_costs import MoveCosts
 from laminar.workers.rollout.slot_cache import SlotCache
 from laminar.workers.rollout.slot_transfer import SlotTransfer
+from laminar.workers.rollout.step_times import StepTimes
 
 log = logging.getLogger("laminar.rollout")
 
@@ -38,8 +39,8 @@ PREFILL_LOGITS = 1 << 26  # elements in one forward pass (256 MiB in float32)
 class DecodeBatch:
     """The model, its cache, and the trajectories that wait and run."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        """Load the model and allocate the cache.
+    def __init__(self, settings: EngineSettings, step_times: StepTimes) -> None:
+        """Load the model and allocate the cache; the time of each decode step goes to `step_times`.
 
         Raises:
             UserError: the model cannot be loaded or run by this engine, or the cache is too small for one trajectory.
@@ -72,7 +73,7 @@ class DecodeBatch:
         self.costs = MoveCosts()
         self._moves_kv = settings.moves_kv
         self.policy_version = -1
-        self.step_seconds = 0.0  # duration of the last step
+        self._step_times = step_times
         self.waiting: deque[Row] = deque()
         self.rows: list[Row] = []
         self._random = np.random.default_rng(settings.seed)
@@ -147,7 +148,6 @@ class DecodeBatch:
     @torch.inference_mode()
     def step(self) -> list[Row]:
         """Let waiting trajectories join, then generate one token for each; returns those that finished."""
-        started = time.perf_counter()
         finished = []
         while self.waiting and len(self.rows) < self.slots:
             if self.waiting[0].request.kv is not None and self.waiting[0].imported is None:
@@ -155,8 +155,10 @@ class DecodeBatch:
             else:
                 finished += self._prefill(self._next_to_join())
         if self.rows:
+            running, kv_utilization = len(self.rows), self.load().kv_utilization
+            started = time.perf_counter()
             finished += self._decode()
-        self.step_seconds = time.perf_counter() - started
+            self._step_times.add(running, time.perf_counter() - started, kv_utilization)
         return finished
 
     def _import(self, row: Row) -> None:

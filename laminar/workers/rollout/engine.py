@@ -23,6 +23,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from laminar.workers.rollout.step_times import StepTimes
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GenerationRequest:
@@ -101,6 +103,7 @@ class RolloutEngine(Protocol):
     """An inference engine that holds one policy version at a time."""
 
     name: str  # "vllm" | "torch"
+    step_times: StepTimes  # of its decode steps
 
     async def start(self) -> None:
         """Load the model; returns when requests can be served (the version is then -1: no weights pulled yet)."""

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ class RolloutWorker:
         elif isinstance(message, messages.DropKv):
             self._drop_kv(message)
         elif isinstance(message, messages.ReportLoad):
-            await self._session.send(self._load())
+            await self._session.send(replace(self._load(), steps=self._engine.step_times.take()))
         elif isinstance(message, messages.PullWeights):
             await self._pull(message)
         else:

@@ -29,6 +29,7 @@ from laminar.workers.rollout.engine import (
     KvExported,
     KvImported,
 )
+from laminar.workers.rollout.step_times import StepTimes
 
 FLUSH_SECONDS = 0.02  # tokens of unfinished trajectories are handed over this often; finished ones at once
 CLOSE_SECONDS = 30.0  # how long `close` waits for the step in progress
@@ -70,6 +71,7 @@ class TorchEngine:
         self._streams: dict[str, _Stream] = {}
         self._running: dict[Row, _Stream] = {}  # the thread's own: who gets what a row gains
         self._load = EngineLoad(running=0, waiting=0, kv_utilization=0.0)
+        self.step_times = StepTimes()
         self._vocabulary = 0
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -203,7 +205,7 @@ class TorchEngine:
     def _run(self, started: asyncio.Future[int]) -> None:
         assert self._loop is not None
         try:
-            batch = DecodeBatch(self._settings)
+            batch = DecodeBatch(self._settings, self.step_times)
         except Exception as error:  # handed to `start`, which raises it
             self._loop.call_soon_threadsafe(_settle, started, None, error)
             return

@@ -23,6 +23,7 @@ from laminar.errors import UserError
 from laminar.workers.rollout.admission import check_request, check_weights
 from laminar.workers.rollout.engine import EngineDelta, EngineLoad, EngineSettings, GenerationRequest
 from laminar.workers.rollout.move_costs import MoveCosts
+from laminar.workers.rollout.step_times import StepTimes
 from laminar.workers.rollout.vllm_kv_moves import CONNECTOR, VllmKvMoves, check_connector
 from laminar.workers.rollout.vllm_request import delta_of, sampling
 
@@ -74,6 +75,7 @@ class VllmEngine:
         self._figures: LoadLogger | None = None
         self._costs = MoveCosts()
         self._kv_moves: VllmKvMoves | None = None
+        self.step_times = StepTimes()
         self._vocabulary = 0
         self._manifest: Manifest = {}
         # vLLM's processes die with the thread that spawned them (see `vllm_extension`): it lives as long as the engine.
@@ -113,7 +115,7 @@ class VllmEngine:
             ) from error
         if self._settings.moves_kv:
             check_connector()
-        figures = self._figures = LoadLogger(self._costs)
+        figures = self._figures = LoadLogger(self._costs, self.step_times)
         try:
             self._manifest = manifest_of_folder(self._settings.model_path, self._settings.dtype)
             arguments = self._arguments(cuda)

@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from laminar.weights.tensors import read_tensors
 from laminar.workers.rollout.move_costs import MoveCosts
+from laminar.workers.rollout.step_times import StepTimes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -155,11 +157,12 @@ def _connector() -> KvMoveConnector:
 class LoadLogger(StatLoggerBase):
     """Keeps the load figures that vLLM reports after about every step, and not at all while idle; in the client."""
 
-    def __init__(self, costs: MoveCosts) -> None:
-        """Start at zero; prefills are added to `costs`."""
+    def __init__(self, costs: MoveCosts, step_times: StepTimes) -> None:
+        """Start at zero; prefills are added to `costs`, the time of each decode step to `step_times`."""
         self.running = 0
         self.kv_utilization = 0.0
         self._costs = costs
+        self._step_times = step_times
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
@@ -168,10 +171,14 @@ class LoadLogger(StatLoggerBase):
         if scheduler_stats is not None:
             self.running = scheduler_stats.num_running_reqs
             self.kv_utilization = scheduler_stats.kv_cache_usage
-        if iteration_stats is not None:
-            for finished in iteration_stats.finished_requests:
-                prefilled = finished.num_prompt_tokens - finished.num_cached_tokens
-                self._costs.prefilled(prefilled, finished.prefill_time)
+        if iteration_stats is None:
+            return
+        for finished in iteration_stats.finished_requests:
+            prefilled = finished.num_prompt_tokens - finished.num_cached_tokens
+            self._costs.prefilled(prefilled, finished.prefill_time)
+        between_tokens = iteration_stats.inter_token_latencies_iter  # by the engine's clock; one per trajectory decoded
+        if between_tokens and iteration_stats.num_prompt_tokens == 0:  # else the step was a prefill as well
+            self._step_times.add(len(between_tokens), statistics.median(between_tokens), self.kv_utilization)
 
     def log_engine_initialized(self) -> None:
         """Called by vLLM; nothing to log."""

@@ -481,3 +481,15 @@ async def test_an_abort_exports_only_where_there_is_something_to_export(rig, tmp
     assert [reason for reason, _ in ends] == ["abort"] * len(requests)
     assert [exported is not None for _, exported in ends] == [True] * MAX_RUNNING + [False]  # the last one waited
     assert len(list(tmp_path.iterdir())) == MAX_RUNNING
+
+
+async def test_decode_steps_are_timed_by_batch_size(rig):
+    engine = rig.replicas[0]
+    engine.step_times.take()
+    await asyncio.gather(*[collect(engine, make_request(PROMPTS[0], max_new_tokens=count)) for count in (20, 20, 40)])
+    steps = engine.step_times.take()
+    assert set(steps.running.tolist()) >= {1, 3} and max(steps.running) == 3
+    assert len(steps.seconds) == len(steps.kv_utilization) == len(steps.running)
+    assert (steps.seconds > 0).all() and (steps.seconds < 10).all()
+    assert (steps.kv_utilization >= 0).all() and (steps.kv_utilization <= 1).all()
+    assert len(engine.step_times.take().running) == 0

@@ -22,6 +22,8 @@ from laminar.errors import UserError
 from laminar.weights.store import WeightStore
 from laminar.weights.tensors import layout_of, write_tensors
 from laminar.workers.rollout.engine import EngineSettings, GenerationRequest
+from laminar.workers.rollout.move_costs import MoveCosts
+from laminar.workers.rollout.step_times import StepTimes
 from laminar.workers.rollout.vllm_engine import VllmEngine
 from tests.tiny_models import make_model
 
@@ -113,6 +115,33 @@ def test_nothing_outlives_a_killed_rollout(model, tmp_path, tensor_parallel):
     assert not left, f"of {pids}, {left} were still there"
     assert bool(files) == (tensor_parallel > 1), "shards talk through shared memory"
     assert not [path for path in files if path.exists()]
+
+
+def test_decode_steps_are_timed_by_vllms_own_stamps_and_prefills_are_not():
+    from types import SimpleNamespace
+
+    from laminar.workers.rollout.vllm_extension import LoadLogger
+
+    times = StepTimes()
+    logger = LoadLogger(MoveCosts(), times)
+
+    def step(between_tokens, prompt_tokens=0, usage=0.5):
+        logger.record(
+            SimpleNamespace(num_running_reqs=len(between_tokens), kv_cache_usage=usage),
+            SimpleNamespace(
+                inter_token_latencies_iter=between_tokens, num_prompt_tokens=prompt_tokens, finished_requests=[]
+            ),
+        )
+
+    step([0.01, 0.01, 0.02])
+    step([0.5, 0.5], prompt_tokens=30)  # others were prefilled in the same step
+    step([])  # a prefill alone
+    logger.record(SimpleNamespace(num_running_reqs=1, kv_cache_usage=0.1), None)
+    taken = times.take()
+    assert taken.running.tolist() == [3]
+    assert taken.seconds.tolist() == pytest.approx([0.01])
+    assert taken.kv_utilization.tolist() == [0.5]
+    assert (logger.running, logger.kv_utilization) == (1, 0.1)
 
 
 async def test_death_of_the_engine_process_fails_its_streams(model):
