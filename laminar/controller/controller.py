@@ -31,6 +31,7 @@ from laminar.config.schema import ExperimentConfig
 from laminar.controller.checkpoints import Checkpoints
 from laminar.controller.dynamic_sampling import DynamicSampling
 from laminar.controller.environment_manager import EnvironmentManager
+from laminar.controller.evaluator import Evaluator
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
@@ -80,6 +81,7 @@ class Controller:
         restart: Callable[[str, str], Awaitable[None]],
         version_bytes: int = 0,
         closed: Callable[[Worker, str], str] = lambda worker, reason: reason,
+        evaluate_only: int | None = None,
     ) -> None:
         """Make it inside the loop that will run it.
 
@@ -89,6 +91,8 @@ class Controller:
             version_bytes: of one weight version; 0 if that is not known before the trainer has loaded the model.
             closed: says why a worker's connection has closed, given what the channel says of it; empty if somebody else
                 tells the registry of the loss, and knows better.
+            evaluate_only: there are rollouts and environment workers only: evaluate the weights in model.path, which are
+                those of this step, and end.
         """
         self.config = config
         self.events = events
@@ -101,6 +105,7 @@ class Controller:
         self._invalid_in_a_row = 0  # groups
         self._hop_key = secrets.token_bytes(32)
         self._version_bytes = version_bytes
+        self._evaluate_only = evaluate_only
         schedule = make_schedule(config)
         limit_s = config.controller.step_timeout_s
         self.registry = WorkerRegistry(
@@ -126,8 +131,18 @@ class Controller:
             low_water=max(config.trainer.groups_per_step, groups_at_once(config)),
         )
         self.relays = RelayManager(self.registry, events, config)
+        if evaluate_only is not None:
+            self.relays.serve_folder()
         self.relay_keeper = RelayKeeper(self.registry, events, self.relays, config, restart=restart)
         self.fleet = RolloutFleet(self.registry, events, self.relays, self.pool, config, restart=restart)
+        self.evaluator = Evaluator(
+            events,
+            self.fleet,
+            self.pool,
+            self.control,
+            config,
+            fetch=lambda start, count: self.environments.fetch_prompts(start, count, evaluation=True),
+        )
         self.rollouts = RolloutManager(
             self.registry,
             events,
@@ -138,6 +153,7 @@ class Controller:
             self.buffer,
             schedule,
             self.control,
+            self.evaluator,
             config,
         )
         self.turns = Turns(self.environments, self.pool, self.fleet, events, config)
@@ -174,7 +190,7 @@ class Controller:
     async def run(
         self, launch: Callable[[], Awaitable[None]], services: Sequence[Callable[[], Awaitable[None]]] = ()
     ) -> None:
-        """Start the workers by `launch`, make all steps, tell the workers to end.
+        """Start the workers by `launch`, make all steps (or the one evaluation), tell the workers to end.
 
         Args:
             launch: starts the workers that this process owns.
@@ -188,9 +204,10 @@ class Controller:
                 background = [
                     group.create_task(self.registry.receive_forever(), name="receive messages"),
                     group.create_task(self.registry.heartbeat_forever(), name="heartbeats"),
-                    group.create_task(self.relay_keeper.keep_forever(), name="relay keeper"),
                     *(group.create_task(_service(service), name=service.__qualname__) for service in services),
                 ]
+                if self._evaluate_only is None:
+                    background.append(group.create_task(self.relay_keeper.keep_forever(), name="relay keeper"))
                 await launch()
                 ready = group.create_task(
                     self.registry.wait_until_ready(self.config.controller.start_timeout_s), name="wait for workers"
@@ -200,7 +217,11 @@ class Controller:
                 living: dict[asyncio.Task[None], None] = {}
                 if ready.done():
                     background += self._start_drivers(group, living)
-                    await self.trainer.run()
+                    if self._evaluate_only is None:
+                        await self.trainer.run()
+                    else:
+                        self.evaluator.ask(step=self._evaluate_only)
+                    await self.evaluator.finish(self.config.controller.step_timeout_s)
                 for task in (*background, *living, ready, stopped):
                     task.cancel()
         except BaseExceptionGroup as failures:
@@ -217,13 +238,15 @@ class Controller:
         """
         self.metrics.start()
         tasks = [
-            group.create_task(self.prompts.fill_forever(), name="prompt pool"),
-            group.create_task(self.relays.broadcast_forever(), name="relay manager"),
             group.create_task(self.environments.serve_forever(), name="environment manager"),
             group.create_task(self.environments.watch_forever(), name="watch over environment workers"),
+            group.create_task(self.evaluator.evaluate_forever(), name="evaluator"),
         ]
         tasks.append(group.create_task(self.driver.watch_forever(), name="watch over rollouts"))
         tasks.append(group.create_task(self.fleet.watch_forever(), name="rollouts' heartbeats"))
+        if self._evaluate_only is None:
+            tasks.append(group.create_task(self.prompts.fill_forever(), name="prompt pool"))
+            tasks.append(group.create_task(self.relays.broadcast_forever(), name="relay manager"))
         lives: list[Live] = [self.driver.drive]
         if self.config.repack.enabled:
             lives.append(self.repacker.poll_forever)
@@ -259,7 +282,10 @@ class Controller:
             self.buffer.changed.set()
 
     def _on_failed(self, trajectory: Trajectory) -> None:
-        """The environment failed on a member of a group for good."""
+        """The environment failed for good on a member of a group, or of an evaluation."""
+        if trajectory.evaluation is not None:
+            self.evaluator.scored(trajectory)
+            return
         if self.config.environment.on_error == "fail":
             raise RunFailed(
                 f"{trajectory.error}. Set environment.on_error: drop to leave such groups out and count them"
@@ -270,7 +296,10 @@ class Controller:
             self.buffer.drop(group, trajectory.error or "")
 
     def _on_scored(self, trajectory: Trajectory) -> None:
-        """A member of a group has its reward, or never will."""
+        """A member of a group, or of an evaluation, has its reward, or never will."""
+        if trajectory.evaluation is not None:
+            self.evaluator.scored(trajectory)
+            return
         group = self.buffer.get(trajectory.group_id)
         if group is None:
             return

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from laminar.config.schema import ExperimentConfig
+from laminar.controller.evaluator import Evaluator
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
@@ -43,6 +44,9 @@ class RunView(Protocol):
 
     @property
     def fleet(self) -> RolloutFleet: ...
+
+    @property
+    def evaluator(self) -> Evaluator: ...
 
     @property
     def trainer(self) -> TrainerDriver: ...

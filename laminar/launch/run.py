@@ -33,6 +33,7 @@ from laminar.launch.commands import (
     rollout_command,
 )
 from laminar.launch.local import LocalLauncher, is_of_run
+from laminar.observability.evaluation_terminal import EvaluationTerminal
 from laminar.observability.events import EventBus, Notice, ProcessStarted, WorkerJoined
 from laminar.observability.terminal import Terminal
 from laminar.protocol.connection import CONNECTION_FILE, Connection, CurveKeys
@@ -49,10 +50,20 @@ class Interrupted(Exception):
 class LocalRun:
     """The controller, and the processes that it starts on this machine."""
 
-    def __init__(self, config: ExperimentConfig, run_dir: Path, events: EventBus, terminal: Terminal) -> None:
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        run_dir: Path,
+        events: EventBus,
+        terminal: Terminal | EvaluationTerminal,
+        *,
+        evaluate_only: int | None = None,
+    ) -> None:
+        """`evaluate_only`: as `Controller` takes it."""
         self._config = config
         self._run_dir = run_dir
         self._terminal = terminal
+        self._evaluate_only = evaluate_only
         self._run_id = f"{config.name[:60]}-{secrets.token_hex(4)}"
         self._events = events
         self._commands: dict[str, Command] = {}
@@ -91,10 +102,11 @@ class LocalRun:
                 self._events,
                 run_id=self._run_id,
                 run_dir=self._run_dir,
-                expected_workers=expected_workers(self._config),
+                expected_workers=expected_workers(self._config, evaluate_only=self._evaluate_only is not None),
                 restart=self._restart,
                 version_bytes=version_bytes(self._config),
                 closed=self._closed,
+                evaluate_only=self._evaluate_only,
             )
             await self._run_controller()
             return self._outcome()
@@ -108,8 +120,9 @@ class LocalRun:
             run_memory.remove(self._run_id)
 
     async def _run_controller(self) -> None:
-        repl = ReplServer(self._controller)
-        services = (repl.serve_forever, self._terminal.refresh_forever)
+        services = [self._terminal.refresh_forever]
+        if self._evaluate_only is None:
+            services.append(ReplServer(self._controller).serve_forever)
         main = asyncio.create_task(self._controller.run(self._launch, services), name="controller")
         main.add_done_callback(self._on_end)
         loop = asyncio.get_running_loop()
@@ -149,7 +162,7 @@ class LocalRun:
         self._ending = True
 
     def _on_interrupt(self, main: asyncio.Task[None]) -> None:
-        if self._ending or self._controller.control.stop_requested.is_set():
+        if self._ending or self._controller.control.stop_requested.is_set() or self._evaluate_only is not None:
             self._hurry.set()
             main.cancel()
             return

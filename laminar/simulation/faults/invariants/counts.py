@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from laminar.observability.events import GroupDropped, TrajectoryFinished
+from laminar.observability.events import EvaluationStartedOver, GroupDropped, TrajectoryFinished
 from laminar.simulation.faults.invariants.invariant import Invariant, Observed
 from laminar.simulation.faults.invariants.once import EachPromptEndsOnce
 from laminar.trajectory import Group, TrajectoryState
@@ -31,7 +31,14 @@ class CountsAddUp(Invariant):
 
     def event_handlers(self) -> dict[type, Callable[[Any], None]]:
         """See `Invariant`."""
-        return {TrajectoryFinished: self._on_finished, GroupDropped: self._on_dropped}
+        return {
+            TrajectoryFinished: self._on_finished,
+            GroupDropped: self._on_dropped,
+            EvaluationStartedOver: self._on_started_over,
+        }
+
+    def _on_started_over(self, event: EvaluationStartedOver) -> None:
+        self._withdrawn += event.scores_pending
 
     def _on_finished(self, event: TrajectoryFinished) -> None:
         trajectory_id = event.trajectory.trajectory_id
@@ -82,9 +89,14 @@ class CountsAddUp(Invariant):
             for trajectory in group.trajectories:
                 in_progress += trajectory.state in PENDING
                 finished += trajectory.state is TrajectoryState.FINISHED
+        evaluation = self.controller.evaluator.running
+        if evaluation is not None:
+            in_progress += len(evaluation.in_progress)
+            finished += sum(trajectory.state is TrajectoryState.FINISHED for trajectory in evaluation.trajectories)
         if in_progress != len(self.controller.pool):
             self.fail(
-                f"{len(self.controller.pool)} trajectories in the pool, {in_progress} of outstanding groups in progress"
+                f"{len(self.controller.pool)} trajectories in the pool, {in_progress} of outstanding groups and of an evaluation "
+                "in progress"
             )
         with_environment = sum(t.state is TrajectoryState.ENVIRONMENT for t in self.controller.pool)
         if self.controller.turns.pending < with_environment:
