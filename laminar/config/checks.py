@@ -306,6 +306,8 @@ def _installed(config: ExperimentConfig) -> Iterator[str]:
         needed |= {"torch": "the rollouts", "transformers": "the rollouts"}
     if launch.trainer == "local":
         needed |= dict.fromkeys(("torch", "transformers", "accelerate"), "the trainer")
+        if config.trainer.lora is not None:
+            needed["peft"] = "the trainer (trainer.lora)"
     for module, user in needed.items():
         if not machine.has_module(module):
             yield f"{module} is not installed in this environment and {user} cannot start without it; {install}"

@@ -130,6 +130,19 @@ class RelayConfig(Section):
     """How often in a row lost relays are started anew at once; then once in 30 s, or never if none is left."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters beside frozen weights (Hu et al. 2021, arXiv 2106.09685); `docs/lora.md`."""
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    """Rank of each adapter."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """An adapter's product is scaled by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout before each adapter, in updates only. What is published has none, so it adds noise to the ratios."""
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    """Linear layers that get an adapter: `all-linear` for all but the output layer, or the ends of their names, such as `q_proj`."""
+
+
 class TrainerConfig(Section):
     """The ranks that learn."""
 
@@ -149,6 +162,8 @@ class TrainerConfig(Section):
     """Padded tokens (prompt and response) of one forward and backward pass on one rank."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights; null trains the weights."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 0

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import uvloop
 from rich.console import Console
@@ -29,10 +31,13 @@ from laminar.observability.evaluation_terminal import EvaluationTerminal
 from laminar.observability.events import EventBus
 from laminar.observability.output_file import prepare, write
 from laminar.observability.run_directory import RunDirectory
-from laminar.observability.run_summary import exported_model
+from laminar.observability.run_summary import exported_adapter, exported_model
 
 CHECKPOINT_MARKER = "complete.json"  # as the trainer writes it
 KEY = "--checkpoint"
+USERS_FAULT = 2  # exit status
+
+Value = TypeVar("Value")
 
 
 def evaluate(
@@ -53,8 +58,8 @@ def evaluate(
         UserError: something is wrong that can be told before anything starts, or a worker found it.
         RunFailed: the evaluation could not be made.
     """
-    model, step = find_model(checkpoint)
-    config = evaluation_config(load_config(config_path, overrides), model)
+    found = find_model(checkpoint)
+    config = evaluation_config(load_config(config_path, overrides), found.base)
     check(config)
     if json_file not in (None, "-"):
         prepare("--json", Path(json_file or ""))
@@ -62,13 +67,22 @@ def evaluate(
     path = run_dir or Path("runs") / f"{config.name}-eval-{checkpoint.resolve().name}"
     directory = RunDirectory.create(path, config, overwrite=overwrite)
     try:
-        return _run(config, directory, step=step, checkpoint=checkpoint, json_file=json_file)
+        return _run(config, directory, found, checkpoint=checkpoint, json_file=json_file)
     finally:
         directory.close()
 
 
-def find_model(checkpoint: Path) -> tuple[Path, int]:
-    """The Hugging Face folder of a checkpoint and the step that wrote it (0 for a folder that is no checkpoint).
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FoundModel:
+    """What a checkpoint holds."""
+
+    base: Path  # Hugging Face folder: the model itself, or what the adapters belong to
+    adapter: Path | None = None  # folder of adapters; None: there are none
+    step: int = 0  # that wrote it; 0 for a folder that is no checkpoint
+
+
+def find_model(checkpoint: Path) -> FoundModel:
+    """The model of a checkpoint of a run, or of a folder that Hugging Face's tools or peft have written.
 
     Raises:
         UserError: there is none, or the checkpoint is not complete.
@@ -77,17 +91,41 @@ def find_model(checkpoint: Path) -> tuple[Path, int]:
         raise UserError(
             f"{KEY}: {checkpoint}: no such folder; expected a checkpoint of a run, or a Hugging Face model folder"
         )
-    model, marker = exported_model(checkpoint), checkpoint / CHECKPOINT_MARKER
-    if model == checkpoint:
-        return model, 0
-    if model is None or not marker.is_file():
-        inside = sorted(found.parent for found in checkpoint.glob(f"**/{CHECKPOINT_MARKER}"))
+    model, adapter, marker = exported_model(checkpoint), exported_adapter(checkpoint), checkpoint / CHECKPOINT_MARKER
+    found = adapter or model
+    if found is None or (found != checkpoint and not marker.is_file()):
+        inside = sorted(complete.parent for complete in checkpoint.glob(f"**/{CHECKPOINT_MARKER}"))
         hint = f"; did you mean {inside[-1]}?" if inside else ""
         raise UserError(f"{KEY}: {checkpoint}: neither a complete checkpoint nor a Hugging Face model folder{hint}")
+    step = 0 if found == checkpoint else _read(marker, "step", int)
+    if adapter is None:
+        assert model is not None
+        return FoundModel(base=model, step=step)
+    base = _read(adapter / "adapter_config.json", "base_model_name_or_path", Path)
+    return FoundModel(base=base, adapter=adapter, step=step)
+
+
+def _read(file: Path, key: str, kind: Callable[[Any], Value]) -> Value:
     try:
-        return model, int(json.loads(marker.read_text(encoding="utf-8"))["step"])
+        return kind(json.loads(file.read_text(encoding="utf-8"))[key])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{KEY}: {marker} is damaged: {error}") from error
+        raise UserError(f"{KEY}: {file} is damaged: {error!r}") from error
+
+
+def _merged(adapter: Path, folder: Path, config: ExperimentConfig) -> Path:
+    """Base model and adapters as one model; by a process of its own, for it needs torch.
+
+    Raises:
+        UserError: the two do not fit each other.
+        RunFailed: it could not be written.
+    """
+    command = [sys.executable, "-m", "laminar.workers.trainer.merge_adapter", str(adapter), str(folder)]
+    merging = subprocess.run([*command, "--dtype", config.model.dtype], capture_output=True, text=True, check=False)
+    if merging.returncode == USERS_FAULT:
+        raise UserError(f"{KEY}: {merging.stderr.strip()}")
+    if merging.returncode:
+        raise RunFailed(f"{adapter} could not be merged into its base model: {merging.stderr[-2000:]}")
+    return folder
 
 
 def evaluation_config(config: ExperimentConfig, model: Path) -> ExperimentConfig:
@@ -110,7 +148,7 @@ def evaluation_config(config: ExperimentConfig, model: Path) -> ExperimentConfig
 
 
 def _run(
-    config: ExperimentConfig, directory: RunDirectory, *, step: int, checkpoint: Path, json_file: str | None
+    config: ExperimentConfig, directory: RunDirectory, found: FoundModel, *, checkpoint: Path, json_file: str | None
 ) -> int:
     console = Console(stderr=json_file == "-", highlight=False)
     events = EventBus()
@@ -122,15 +160,18 @@ def _run(
     directory.record(events, elapsed)
     terminal = EvaluationTerminal(events, console, now=elapsed)
     terminal.say(f"evaluating {checkpoint} (run directory {directory.path})", "bold")
+    if found.adapter is not None:
+        terminal.say(f"merging its adapters into {found.base}")
+        config = evaluation_config(config, _merged(found.adapter, directory.path / "merged-model", config))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(LocalRun(config, directory.path, events, terminal, evaluate_only=step).run())
+            runner.run(LocalRun(config, directory.path, events, terminal, evaluate_only=found.step).run())
     except Interrupted:
         terminal.say("stopped", "bold")
         return 130
     if terminal.result is None:
         raise RunFailed(f"the evaluation did not come to its end; see {directory.path}/logs")
-    terminal.table(f"{config.name}: {checkpoint}, step {step}", directory.path / "evaluations.jsonl")
+    terminal.table(f"{config.name}: {checkpoint}, step {found.step}", directory.path / "evaluations.jsonl")
     if json_file is not None:
         _write_json(terminal.result, checkpoint, json_file)
     return 0

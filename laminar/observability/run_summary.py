@@ -204,6 +204,10 @@ class RunSummary:
         if model := exported_model(Path(self.checkpoint.path)):
             rows.append(("load it", f'AutoModelForCausalLM.from_pretrained("{model}")'))
             rows.append(("serve it", f"vllm serve {model}"))
+        elif adapter := exported_adapter(Path(self.checkpoint.path)):
+            merge = f"python -m laminar.workers.trainer.merge_adapter {adapter} MERGED_FOLDER"
+            rows.append(("load it", f'AutoModelForCausalLM.from_pretrained("{adapter}")  # base model and adapters'))
+            rows.append(("merge it", merge))
         return rows
 
 
@@ -211,6 +215,12 @@ def exported_model(checkpoint: Path) -> Path | None:
     """The Hugging Face folder in a checkpoint: the one that holds a model's config.json."""
     candidates = [checkpoint, *sorted(checkpoint.glob("*/"))]
     return next((folder for folder in candidates if (folder / "config.json").is_file()), None)
+
+
+def exported_adapter(checkpoint: Path) -> Path | None:
+    """The folder of adapters in a checkpoint (or that it is), where only these were trained."""
+    candidates = [checkpoint, *sorted(checkpoint.glob("*/"))]
+    return next((folder for folder in candidates if (folder / "adapter_config.json").is_file()), None)
 
 
 def _mean_and_max(values: list[float]) -> str:

@@ -3,12 +3,13 @@
 import asyncio
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from laminar.config.schema import ExperimentConfig
 from laminar.errors import UserError
-from laminar.launch.evaluate import evaluation_config, find_model
+from laminar.launch.evaluate import FoundModel, evaluation_config, find_model
 from tests.launch.live_run import LiveRun, write_config
 from tests.tiny_models import make_model
 
@@ -67,8 +68,19 @@ def checkpoint(folder, *, marker='{"step": 7}'):
 
 def test_a_checkpoint_and_a_model_folder_both_hold_a_model(tmp_path):
     folder = checkpoint(tmp_path / "step-000007")
-    assert find_model(folder) == (folder / "huggingface", 7)
-    assert find_model(folder / "huggingface") == (folder / "huggingface", 0)
+    assert find_model(folder) == FoundModel(base=folder / "huggingface", step=7)
+    assert find_model(folder / "huggingface") == FoundModel(base=folder / "huggingface")
+
+
+def test_adapters_are_found_with_their_base_model(tmp_path):
+    folder = tmp_path / "step-000007"
+    (folder / "adapter").mkdir(parents=True)
+    (folder / "complete.json").write_text('{"step": 7}')
+    (folder / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "/models/base"}')
+    assert find_model(folder) == FoundModel(base=Path("/models/base"), adapter=folder / "adapter", step=7)
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="adapter_config.json is damaged: KeyError"):
+        find_model(folder)
 
 
 def test_what_holds_no_model_is_refused_with_the_nearest_that_does(tmp_path):
