@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from laminar.controller.recent_results import RecentResults
+from laminar.controller.repl_commands import CommandError, execute
 from laminar.errors import UserError
 from laminar.observability import events as event_types
 from laminar.protocol import messages
@@ -166,6 +168,50 @@ async def test_an_evaluation_that_is_due_while_another_one_is_is_made_once(tmp_p
     await run.to_the_end()
     assert len(results(run)) == 1
     assert any("left out" in event.text for event in run.of(event_types.Notice))
+
+
+async def test_the_repl_asks_for_an_evaluation(tmp_path):
+    run = Run(experiment({"at_start": False}), tmp_path)
+    answers = []
+
+    def ask(event):
+        if event.step == 2:
+            answers.append(execute("evaluate", run.controller, RecentResults(run.controller.events)))
+
+    run.controller.events.subscribe(ask, event_types.StepFinished)
+    await run.to_the_end()
+    (answer,) = answers
+    assert answer.data == {"least_version": 2}
+    assert answer.text == "held-out prompts are evaluated with version 2 or a newer one"
+    assert [result.step >= 2 for result in results(run)] == [True]
+
+
+async def test_the_repl_says_why_there_is_nothing_to_evaluate(tmp_path):
+    run = Run(fakes.experiment(), tmp_path)
+    with pytest.raises(CommandError, match="no held-out prompts; give its config a section `evaluation`"):
+        execute("evaluate", run.controller, RecentResults(run.controller.events))
+
+
+async def test_a_rollout_that_leaves_hands_the_evaluation_on(tmp_path):
+    """Its host is drained before it is through: another rollout of its version goes on, or all starts over; it ends complete."""
+    run = Run(experiment({"prompts": 30, "share": 0.1}, trainer__steps=6), tmp_path)
+    left = []
+
+    def drain():
+        left.append(next(iter(run.controller.evaluator.running.hosts)))
+        run.controller.fleet.leave(left[0], "a person said so", moves_after_s=None)
+
+    def on_scored(event):
+        if event.trajectory.evaluation is not None and not left:
+            drain()
+
+    run.controller.events.subscribe(on_scored, event_types.TrajectoryScored)
+    await run.to_the_end()
+    (result,) = results(run)
+    assert result.prompts == 30
+    assert left[0] not in run.controller.rollouts.replicas
+    other = next(worker.name for worker in run.workers if worker.name.startswith("rollout") and worker.name != left[0])
+    assert evaluated(run)[other]
 
 
 async def test_a_stop_does_not_wait_for_an_evaluation(tmp_path):
