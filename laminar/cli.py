@@ -28,6 +28,27 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--overwrite", action="store_true", help="replace a run directory that exists")
     train.set_defaults(function=_train)
 
+    evaluate = commands.add_parser(
+        "eval",
+        help="evaluate a checkpoint on held-out prompts",
+        description="Evaluate a checkpoint on the prompts of the config's section `evaluation`: rollouts and environment "
+        "workers only, no trainer and no relays.",
+    )
+    _config_arguments(evaluate)
+    evaluate.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="checkpoint of a run, or a Hugging Face model folder",
+    )
+    evaluate.add_argument("--json", metavar="FILE", help="write the figures as JSON, too; - is standard output")
+    evaluate.add_argument(
+        "--run-dir", type=Path, help="logs and responses (default: runs/<name of the experiment>-eval-<checkpoint>)"
+    )
+    evaluate.add_argument("--overwrite", action="store_true", help="replace a run directory that exists")
+    evaluate.set_defaults(function=_evaluate)
+
     attach = commands.add_parser(
         "attach", help="talk to a live run", description="Open a prompt on a live run; `help` lists its commands."
     )
@@ -119,6 +140,19 @@ def _train(options: argparse.Namespace) -> int:
     if options.config is None:
         raise UserError("train: give a CONFIG, for example configs/quickstart.yaml, or --resume RUN_DIR")
     return train(options.config, options.overrides, run_dir=options.run_dir, overwrite=options.overwrite)
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from laminar.launch.evaluate import evaluate
+
+    return evaluate(
+        options.config,
+        options.overrides,
+        checkpoint=options.checkpoint,
+        json_file=options.json,
+        run_dir=options.run_dir,
+        overwrite=options.overwrite,
+    )
 
 
 def _attach(options: argparse.Namespace) -> int:

@@ -110,6 +110,7 @@ class Trajectory:
     group_id: int
     prompt: Prompt
     state: TrajectoryState = TrajectoryState.QUEUED
+    evaluation: int | None = None  # number of the evaluation that it belongs to, which is never trained; None: none
     policy_version: int | None = None  # fixed when generation starts
     versions: list[tuple[int, int]] = field(default_factory=list)  # (version, index of its first token), in order
     lease: int = 0

@@ -16,10 +16,10 @@ HEAVY = ("torch", "vllm", "transformers", "mpi4py", "accelerate")
 ALLOWED = {
     "algorithms": set(),
     "config": {"errors", "weights"},
-    "controller": {"protocol", "trajectory", "config", "observability", "errors"},
+    "controller": {"protocol", "trajectory", "config", "observability", "evaluation_result", "errors"},
     "data": {"config", "errors"},
     "environments": {"errors", "config", "data"},
-    "observability": {"config", "protocol", "trajectory", "errors"},
+    "observability": {"config", "protocol", "trajectory", "evaluation_result", "errors"},
     "protocol": {"errors"},
     "rewards": {"errors", "config", "data", "environments"},
     "simulation": {"config", "controller", "errors", "launch", "observability", "protocol", "trajectory"},

@@ -13,9 +13,11 @@ from pathlib import Path
 from laminar.config import machine, mpi_installation, store_room
 from laminar.config.algorithm import ADVANTAGES, LOSSES, algorithm_problems
 from laminar.config.data_schema import MixtureSource, ReasoningGymSource
+from laminar.config.held_out import held_out, in_its_words, longest_context, max_evaluation_tokens
 from laminar.config.model_folder import ModelShape, read_model_folder
 from laminar.config.problems import raise_problems
 from laminar.config.schema import ExperimentConfig
+from laminar.config.section import Section
 from laminar.config.task_checks import file_problems, reward_problems, source_problems
 from laminar.config.user_function import check_function
 from laminar.errors import UserError
@@ -44,6 +46,7 @@ def check_config(config: ExperimentConfig) -> None:
             *_limits(config),
             *_repack(config),
             *_degrees(config),
+            *_evaluation(config),
         ],
     )
 
@@ -57,6 +60,8 @@ def check_machine(config: ExperimentConfig) -> None:
         UserError: one text with everything that is missing or too small.
     """
     problems = [*_installed(config), *file_problems(config), *_own_functions(config)]
+    if config.evaluation is not None:
+        problems += [in_its_words(problem) for problem in file_problems(held_out(config))]
     try:
         shape = read_model_folder(Path(config.model.path), "model.path")
     except UserError as error:
@@ -213,6 +218,34 @@ def _limits(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
+def _evaluation(config: ExperimentConfig) -> Iterator[str]:
+    evaluation = config.evaluation
+    if evaluation is None:
+        return
+    if evaluation.temperature == 0 and evaluation.samples > 1:
+        yield (
+            f"evaluation.samples: {evaluation.samples}; with evaluation.temperature 0 (greedy) all responses to a prompt are "
+            "the same; expected 1, or a temperature such as 1.0"
+        )
+    if _trained_on(config, evaluation.source):
+        yield (
+            "evaluation.source: the same as data.source, so its prompts are those that are trained on; give it another file, or "
+            "reasoning-gym's generators another seed"
+        )
+    known = list(reward_problems(config))
+    yield from (in_its_words(problem) for problem in reward_problems(held_out(config)) if problem not in known)
+
+
+def _trained_on(config: ExperimentConfig, source: Section) -> bool:
+    """Whether a source has the prompts of `data.source`, whatever it makes of their order and number."""
+
+    def prompts_of(source: Section) -> dict[str, object]:
+        keys = source.model_dump(exclude={"prompts", "shuffle"})
+        return keys | {"seed": config.seed if keys.get("seed") is None else keys["seed"]}
+
+    return prompts_of(source) == prompts_of(config.data.source)
+
+
 def _installed(config: ExperimentConfig) -> Iterator[str]:
     launch = config.launch
     install = "run scripts/setup.sh, or pip install -r requirements/cpu.lock --no-deps"
@@ -232,6 +265,8 @@ def _installed(config: ExperimentConfig) -> Iterator[str]:
         needed |= {"torch": "the rollouts", "transformers": "the rollouts"}
     if launch.trainer == "local":
         needed |= dict.fromkeys(("torch", "transformers", "accelerate"), "the trainer")
+        if config.trainer.lora is not None:
+            needed["peft"] = "the trainer (trainer.lora)"
     for module, user in needed.items():
         if not machine.has_module(module):
             yield f"{module} is not installed in this environment and {user} cannot start without it; {install}"
@@ -263,10 +298,10 @@ def _other_models(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
 
 
 def _context(config: ExperimentConfig, shape: ModelShape) -> Iterator[str]:
-    longest, context = _longest(config), shape.context_tokens
+    longest, context = longest_context(config), shape.context_tokens
     if context is not None and longest > context:
         yield (
-            f"rollout.max_response_tokens: {config.rollout.max_response_tokens}, with data.max_prompt_tokens "
+            f"{_longest_key(config)}: {longest - config.data.max_prompt_tokens}, with data.max_prompt_tokens "
             f"{config.data.max_prompt_tokens} that is {longest} tokens, more than the model's context of {context} "
             f"({config.model.path}/config.json); lower one of them"
         )
@@ -276,14 +311,14 @@ def _kv_cache(config: ExperimentConfig, shape: ModelShape) -> Iterator[str]:
     token_bytes = shape.kv_bytes_per_token(config.model.dtype)
     if token_bytes is None:
         return
-    longest = _longest(config)
+    longest = longest_context(config)
     blocks = -(-longest // CPU_BLOCK_TOKENS) + 1  # vLLM keeps one block for itself
     needed = blocks * CPU_BLOCK_TOKENS * token_bytes
     if config.rollout.kv_cache_mib * MIB < needed:
         yield (
             f"rollout.kv_cache_mib: {config.rollout.kv_cache_mib}; expected at least {-(-needed // MIB)}: one trajectory of "
             f"full length has {longest} tokens of {token_bytes} bytes ({shape.layers} layers, {shape.kv_heads} KV heads of "
-            f"{shape.head_dim}, {config.model.dtype}); raise it or lower rollout.max_response_tokens"
+            f"{shape.head_dim}, {config.model.dtype}); raise it or lower {_longest_key(config)}"
         )
 
 
@@ -323,6 +358,12 @@ def _memory(config: ExperimentConfig, shape: ModelShape) -> Iterator[str]:
         yield problem
 
 
+def _longest_key(config: ExperimentConfig) -> str:
+    """The key that says how long the longest response is."""
+    own = max_evaluation_tokens(config) > config.rollout.max_response_tokens
+    return "evaluation.max_response_tokens" if own else "rollout.max_response_tokens"
+
+
 def _longest(config: ExperimentConfig) -> int:
-    """Tokens of a trajectory of full length."""
+    """Tokens of a trajectory of full length that is trained."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens

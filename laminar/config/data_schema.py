@@ -99,10 +99,13 @@ class MixtureSource(Section):
     """Prompts in an epoch; without it as many as the sources hold together, or no end if one of them has none."""
 
 
+PromptSourceConfig = Annotated[SingleSource | MixtureSource, Field(discriminator="type")]
+
+
 class DataConfig(Section):
     """Where prompts come from and how they become token ids."""
 
-    source: Annotated[SingleSource | MixtureSource, Field(discriminator="type")]
+    source: PromptSourceConfig
     """The prompts."""
     prompt_template: str = "{question}"
     """`str.format` template over `question` (the prompt's text) and the entry's metadata fields."""

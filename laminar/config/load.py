@@ -132,7 +132,9 @@ def _nearest_key(path: Sequence[str | int], data: object, root: type[Section]) -
     known = [key for section in sections_at(path[:-1], data, root) for key in section.model_fields]
     if near := difflib.get_close_matches(name, known, n=1):
         return f"did you mean {dotted([*path[:-1], near[0]])}?"
-    if elsewhere := [key for key in all_keys(root) if key.rpartition(".")[2] == name and key != dotted(path)]:
+    # Of a tagged union it is another member's key, wherever that union is used.
+    place = dotted(path).split(".")[-2:]
+    if elsewhere := [k for k in all_keys(root) if k.rpartition(".")[2] == name and k.split(".")[-2:] != place]:
         return f"did you mean {elsewhere[0]}?"
     where = dotted(path[:-1]) or "the top level"
     return f"{where} has the keys {', '.join(dict.fromkeys(known))}"

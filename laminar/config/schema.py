@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from laminar.config.algorithm_schema import AlgorithmConfig
-from laminar.config.data_schema import DataConfig
+from laminar.config.data_schema import DataConfig, PromptSourceConfig
 from laminar.config.environment_schema import EnvironmentConfig
 from laminar.config.optimizer_schema import OptimizerConfig
 from laminar.config.reward_schema import RewardConfig
@@ -25,6 +25,31 @@ class ModelConfig(Section):
     """Folder of a Hugging Face causal language model with its tokenizer; relative to the working directory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the rollouts' weights and of the trainer's forward pass; the optimizer's state is float32."""
+
+
+class EvaluationConfig(Section):
+    """Responses to held-out prompts, scored and never trained on; `docs/evaluation.md`."""
+
+    source: PromptSourceConfig
+    """Held-out prompts: any source that `data.source` can be. Templates and limits of prompts are those of `data`."""
+    prompts: Annotated[int, Field(ge=1)] = 128
+    """The first so many prompts of the source; fewer where it ends."""
+    samples: Annotated[int, Field(ge=1)] = 1
+    """Responses per prompt: the largest k of pass@k."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations during training; 0: none but those at the start and those that are asked for."""
+    at_start: bool = True
+    """Evaluate the model that training starts from."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature; 0 is greedy, and goes with one sample per prompt."""
+    max_response_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Longest response, in tokens; `rollout.max_response_tokens` if not given."""
+    reward_function: str | None = None
+    """How responses are scored, as in `reward.function`, which it is if not given."""
+    pass_reward: float = 1.0
+    """A response with at least this reward counts as right in pass@k."""
+    share: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Share of the trajectories that all rollouts can hold (`rollout.replicas` x `rollout.max_running`) that evaluation takes at most while there is training."""
 
 
 Degree = Annotated[int, Field(ge=1, le=64)]
@@ -105,6 +130,19 @@ class RelayConfig(Section):
     """How often in a row lost relays are started anew at once; then once in 30 s, or never if none is left."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters beside frozen weights (Hu et al. 2021, arXiv 2106.09685); `docs/lora.md`."""
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    """Rank of each adapter."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """An adapter's product is scaled by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout before each adapter, in updates only. What is published has none, so it adds noise to the ratios."""
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    """Linear layers that get an adapter: `all-linear` for all but the output layer, or the ends of their names, such as `q_proj`."""
+
+
 class TrainerConfig(Section):
     """The ranks that learn."""
 
@@ -124,6 +162,8 @@ class TrainerConfig(Section):
     """Padded tokens (prompt and response) of one forward and backward pass on one rank."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights; null trains the weights."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
@@ -230,6 +270,7 @@ class ExperimentConfig(Section):
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    evaluation: EvaluationConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     relay: RelayConfig = RelayConfig()
     trainer: TrainerConfig

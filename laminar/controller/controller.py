@@ -31,6 +31,7 @@ from laminar.config.schema import ExperimentConfig
 from laminar.controller.checkpoints import Checkpoints
 from laminar.controller.dynamic_sampling import DynamicSampling
 from laminar.controller.environment_manager import EnvironmentManager
+from laminar.controller.evaluator import Evaluator
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.journal.journal import Journal, NoJournal
 from laminar.controller.journal.restore import Restored
@@ -88,6 +89,7 @@ class Controller:
         restored: Restored | None = None,
         patience_s: Callable[[str], float] = lambda name: 0.0,
         closed: Callable[[Worker, str], str] = lambda worker, reason: reason,
+        evaluate_only: int | None = None,
     ) -> None:
         """Make it inside the loop that will run it.
 
@@ -101,6 +103,8 @@ class Controller:
             patience_s: how long a worker that knew that one may take to come back, by its name; then it is started anew.
             closed: says why a worker's connection has closed, given what the channel says of it; empty if somebody else
                 tells the registry of the loss, and knows better.
+            evaluate_only: there are rollouts and environment workers only: evaluate the weights in model.path, which are
+                those of this step, and end.
         """
         self.config = config
         self.events = events
@@ -117,6 +121,7 @@ class Controller:
         self._patience_s = patience_s
         self._hop_key = hop_key or secrets.token_bytes(32)
         self._version_bytes = version_bytes
+        self._evaluate_only = evaluate_only
         schedule = make_schedule(config)
         limit_s = config.controller.step_timeout_s
         self.registry = WorkerRegistry(
@@ -149,8 +154,18 @@ class Controller:
             restored=restored,
         )
         self.relays = RelayManager(self.registry, events, config, restored=restored)
+        if evaluate_only is not None:
+            self.relays.serve_folder()
         self.relay_keeper = RelayKeeper(self.registry, events, self.relays, config, restart=restart)
         self.fleet = RolloutFleet(self.registry, events, self.relays, self.pool, config, restart=restart)
+        self.evaluator = Evaluator(
+            events,
+            self.fleet,
+            self.pool,
+            self.control,
+            config,
+            fetch=lambda start, count: self.environments.fetch_prompts(start, count, evaluation=True),
+        )
         self.rollouts = RolloutManager(
             self.registry,
             events,
@@ -161,6 +176,7 @@ class Controller:
             self.buffer,
             schedule,
             self.control,
+            self.evaluator,
             config,
             next_group=0 if restored is None else restored.next_group,
         )
@@ -220,7 +236,7 @@ class Controller:
     async def run(
         self, launch: Callable[[], Awaitable[None]], services: Sequence[Callable[[], Awaitable[None]]] = ()
     ) -> None:
-        """Start the workers by `launch`, make all steps, tell the workers to end.
+        """Start the workers by `launch`, make all steps (or the one evaluation), tell the workers to end.
 
         Args:
             launch: starts the workers that this process owns.
@@ -235,10 +251,11 @@ class Controller:
                 background = [
                     group.create_task(self.registry.receive_forever(), name="receive messages"),
                     group.create_task(self.registry.heartbeat_forever(), name="heartbeats"),
-                    group.create_task(self.relay_keeper.keep_forever(), name="relay keeper"),
                     group.create_task(self.journal.keep_forever(self.pool), name="journal"),
                     *(group.create_task(_service(service), name=service.__qualname__) for service in services),
                 ]
+                if self._evaluate_only is None:
+                    background.append(group.create_task(self.relay_keeper.keep_forever(), name="relay keeper"))
                 if self._restored is not None:
                     background += self._start_drivers(group, living)
                     self._await_back(self._restored)
@@ -247,7 +264,11 @@ class Controller:
                     await self.trainer.run()
                 elif await self._all_ready(group):
                     background += self._start_drivers(group, living)
-                    await self.trainer.run()
+                    if self._evaluate_only is None:
+                        await self.trainer.run()
+                    else:
+                        self.evaluator.ask(step=self._evaluate_only)
+                await self.evaluator.finish(self.config.controller.step_timeout_s)
                 for task in (*background, *living):
                     task.cancel()
         except BaseExceptionGroup as failures:
@@ -271,6 +292,7 @@ class Controller:
     def _take_back(self, restored: Restored) -> None:
         """What an earlier controller has left, into the parts that hold it."""
         self.journal.knows(restored)
+        self.evaluator.take_back(restored)
         for group in restored.outstanding:
             for trajectory in group.trajectories:
                 self._remember(trajectory)
@@ -304,13 +326,15 @@ class Controller:
         """
         self.metrics.start()
         tasks = [
-            group.create_task(self.prompts.fill_forever(), name="prompt pool"),
-            group.create_task(self.relays.broadcast_forever(), name="relay manager"),
             group.create_task(self.environments.serve_forever(), name="environment manager"),
             group.create_task(self.environments.watch_forever(), name="watch over environment workers"),
+            group.create_task(self.evaluator.evaluate_forever(), name="evaluator"),
         ]
         tasks.append(group.create_task(self.driver.watch_forever(), name="watch over rollouts"))
         tasks.append(group.create_task(self.fleet.watch_forever(), name="rollouts' heartbeats"))
+        if self._evaluate_only is None:
+            tasks.append(group.create_task(self.prompts.fill_forever(), name="prompt pool"))
+            tasks.append(group.create_task(self.relays.broadcast_forever(), name="relay manager"))
         lives: list[Live] = [self.driver.drive]
         if (
             self.config.schedule.name == "laminar"
@@ -348,7 +372,10 @@ class Controller:
             self.buffer.changed.set()
 
     def _on_failed(self, trajectory: Trajectory) -> None:
-        """The environment failed on a member of a group for good."""
+        """The environment failed for good on a member of a group, or of an evaluation."""
+        if trajectory.evaluation is not None:
+            self.evaluator.scored(trajectory)
+            return
         if self.config.environment.on_error == "fail":
             raise RunFailed(
                 f"{trajectory.error}. Set environment.on_error: drop to leave such groups out and count them"
@@ -359,7 +386,10 @@ class Controller:
             self.buffer.drop(group, trajectory.error or "")
 
     def _on_scored(self, trajectory: Trajectory) -> None:
-        """A member of a group has its reward, or never will."""
+        """A member of a group, or of an evaluation, has its reward, or never will."""
+        if trajectory.evaluation is not None:
+            self.evaluator.scored(trajectory)
+            return
         group = self.buffer.get(trajectory.group_id)
         if group is None:
             return

@@ -93,8 +93,8 @@ class EnvironmentManager:
         registry.handle(messages.EnvironmentStepped, self._on_answer)
         registry.on_lost("environment", self._on_lost)
 
-    async def fetch_prompts(self, start: int, count: int) -> messages.PromptsFetched:
-        """Prompts at these positions. Raises RunFailed if no worker can answer."""
+    async def fetch_prompts(self, start: int, count: int, *, evaluation: bool = False) -> messages.PromptsFetched:
+        """Prompts at these positions, of the held-out ones for an `evaluation`. Raises RunFailed if no worker can answer."""
         result: asyncio.Future[messages.PromptsFetched] = asyncio.get_running_loop().create_future()
 
         def done(answer: messages.PromptsFetched | None, error: RunFailed | None) -> None:
@@ -107,9 +107,9 @@ class EnvironmentManager:
 
         self._queue(
             _Call(
-                message=messages.FetchPrompts(start=start, count=count),
+                message=messages.FetchPrompts(start=start, count=count, evaluation=evaluation),
                 answer=messages.PromptsFetched,
-                matches=lambda fetched: fetched.start == start,
+                matches=lambda fetched: fetched.start == start and fetched.evaluation == evaluation,
                 limit_s=self._fetch_timeout_s,
                 attempts_left=FETCH_ATTEMPTS,
                 wanted=lambda: not result.done(),
@@ -138,6 +138,7 @@ class EnvironmentManager:
                     token_ids=trajectory.response_token_ids(),
                     turn_start=turn_start,
                     turn_end=turn_end,
+                    evaluation=trajectory.evaluation is not None,
                 ),
                 answer=messages.TrajectoryScored,
                 matches=lambda scored: scored.trajectory_id == trajectory_id,
@@ -168,6 +169,7 @@ class EnvironmentManager:
                     token_ids=trajectory.response_token_ids(),
                     turn_starts=np.array([start for start, _ in turns], np.int32),
                     turn_ends=np.array([end for _, end in turns], np.int32),
+                    evaluation=trajectory.evaluation is not None,
                 ),
                 answer=messages.EnvironmentStepped,
                 matches=lambda stepped: stepped.trajectory_id == trajectory_id and stepped.lease == lease,
@@ -347,7 +349,7 @@ class EnvironmentManager:
         else:
             trajectory.reward = answer.reward + trajectory.environment_reward
             trajectory.reward_parts = answer.parts
-        self.invalid_rewards += bool(trajectory.error)
+        self.invalid_rewards += bool(trajectory.error) and trajectory.evaluation is None
         trajectory.move_to(TrajectoryState.FAILED if trajectory.error else TrajectoryState.SCORED)
         if answer is not None and not trajectory.error:
             self._events.emit(TrajectoryScored(trajectory=trajectory, response_text=answer.response_text))

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from laminar.protocol.messages import RelayJoined, WeightsStored
 
 MASTER = 0  # the relay whose store the trainer writes into, where it lives on the trainer's host
+FOLDER = -1  # stands for the relay where there is none: rollouts serve the weights that lie in model.path
 
 
 def store_name(rank: int) -> str:
-    """Name of a relay's weight store in shared memory."""
-    return f"relay-{rank}"
+    """Name of a relay's weight store in shared memory; empty for FOLDER."""
+    return "" if rank == FOLDER else f"relay-{rank}"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.chunk_size import MIB, best_chunk_bytes
 from laminar.controller.journal.restore import Restored
-from laminar.controller.relay import MASTER, Relay
+from laminar.controller.relay import FOLDER, MASTER, Relay
 from laminar.controller.relay_chain import Node, Numbers, Orders, RelayChain
 from laminar.controller.worker_registry import Worker, WorkerRegistry
 from laminar.errors import RunFailed, WorkerLost
@@ -66,6 +66,7 @@ class RelayManager:
         self._retry_s = FIRST_RETRY_S
         self._trainer_version = -1  # that the trainer can send itself
         self._nbytes = 0  # of a version
+        self._folder: Relay | None = None
         for message_type, handler in (
             (RelayJoined, self._on_joined),
             (WeightsStored, self._on_stored),
@@ -101,12 +102,20 @@ class RelayManager:
             and not any(relay.holds(version) for relay in present)
         )
 
+    def serve_folder(self) -> None:
+        """There is no trainer and no relay: rollouts serve the weights of model.path, as version 0."""
+        self._folder = Relay(rank=FOLDER, keep=1, versions=[0])
+        self.relays.clear()
+        self.published_version = 0
+
     def relay_for(self, rollout: Worker) -> Relay:
         """The relay on a rollout's host; several on one host share its rollouts evenly.
 
         Raises:
             RunFailed: no relay lives on that host.
         """
+        if self._folder is not None:
+            return self._folder
         here = [relay for relay in self.relays.values() if relay.host == rollout.host]
         if not here:
             raise RunFailed(

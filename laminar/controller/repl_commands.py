@@ -1,7 +1,7 @@
 """The commands of the REPL: a table from a name to a function of the live run. They return text, and the same as data.
 
-They only read, except `pause`, `resume` and `stop`, which go through `RunControl`, `repack`, and those of `repl_fleet.py`. None of
-them waits.
+They only read, except `pause`, `resume` and `stop`, which go through `RunControl`, `repack`, `evaluate`, and those of `repl_fleet.py`.
+None of them waits.
 """
 
 from __future__ import annotations
@@ -119,6 +119,18 @@ def _stop(view: RunView, recent: RecentResults, arguments: Sequence[str]) -> Ans
     return Answer(text=text, data={"last_step": step})
 
 
+def _evaluate(view: RunView, recent: RecentResults, arguments: Sequence[str]) -> Answer:
+    evaluator = view.evaluator
+    if not evaluator.enabled:
+        raise CommandError("the experiment has no held-out prompts; give its config a section `evaluation`")
+    version = evaluator.ask()
+    text = f"held-out prompts are evaluated with version {version} or a newer one"
+    if running := evaluator.running:
+        far = f"{running.scored} of {len(running.trajectories)} responses are scored"
+        text += f", after evaluation {running.number}, of which {far}"
+    return Answer(text=text, data={"least_version": version})
+
+
 def _help(view: RunView, recent: RecentResults, arguments: Sequence[str]) -> Answer:
     data: list[dict[str, Any]] = [
         {"name": name, "arguments": command.arguments, "help": command.help} for name, command in COMMANDS.items()
@@ -173,6 +185,7 @@ COMMANDS: dict[str, Command] = {
         help="empty rollouts that hold only stragglers now; or show what would be moved, and why not more",
         function=_repack,
     ),
+    "evaluate": Command(arguments="", help="evaluate held-out prompts with the newest version", function=_evaluate),
     "stop": Command(arguments="", help="end the run after the current step, with a checkpoint", function=_stop),
     "help": Command(arguments="", help="this list", function=_help),
 }

@@ -10,7 +10,9 @@ import asyncio
 import zlib
 from collections.abc import Callable
 
+from laminar.config.held_out import max_evaluation_tokens
 from laminar.config.schema import ExperimentConfig
+from laminar.controller.evaluator import Evaluator
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.kv_exports import KvExports
 from laminar.controller.partial_response_pool import PartialResponsePool
@@ -53,6 +55,7 @@ class RolloutManager:
         buffer: ExperienceBuffer,
         schedule: Schedule,
         control: RunControl,
+        evaluator: Evaluator,
         config: ExperimentConfig,
         *,
         next_group: int = 0,
@@ -65,12 +68,15 @@ class RolloutManager:
         self.control = control
         self.prompts = prompts
         self.kv_exports = KvExports(fleet.replicas)
+        self.evaluator = evaluator
         self._events = events
         self._buffer = buffer
         self._group_size = config.trainer.group_size
         self._max_running = config.rollout.max_running
         self._repacks = config.repack.enabled
         self._max_response_tokens = config.rollout.max_response_tokens
+        self._max_evaluation_tokens = max_evaluation_tokens(config)
+        self._evaluation_temperature = None if config.evaluation is None else config.evaluation.temperature
         self._regenerate = config.rollout.on_lost_version == "regenerate"
         self._seed = config.seed
         self._next_group = next_group
@@ -99,7 +105,7 @@ class RolloutManager:
         """The version that this rollout should serve next: usually the newest that its relay holds."""
         own = replica.policy_version
         if self.schedule.interrupts:
-            return max(own, replica.relay.stored_version)
+            return own if self.evaluator.claim(replica) else max(own, replica.relay.stored_version)
         if replica.receiving or self.pool.destined(replica.name):
             return own
         if self.pool.in_environment(replica.name) and not self._hands_over(replica):
@@ -110,7 +116,7 @@ class RolloutManager:
                 return own  # they go on here before the newer weights come
             if not replica.in_flight and (version := self._version_to_rescue(replica)) is not None:
                 return version
-        return max(own, replica.relay.stored_version)
+        return own if self.evaluator.claim(replica) else max(own, replica.relay.stored_version)
 
     def _hands_over(self, replica: Replica) -> bool:
         """Whether trajectories that are to come back to it from the environment come back to a busier rollout of its version
@@ -163,7 +169,7 @@ class RolloutManager:
             self.fleet.wake_all()
 
     def assignments(self, replica: Replica) -> tuple[messages.TrajectoryAssignment, ...]:
-        """What this rollout should generate next, leased to it: what waits for it, then new groups."""
+        """What this rollout should generate next, leased to it: what waits for it, held-out prompts, then new groups."""
         if not self.fleet.takes_work(replica):
             return ()
         room = self._max_running - len(replica.in_flight)
@@ -171,6 +177,7 @@ class RolloutManager:
         leased = [self._lease(trajectory, replica) for trajectory in waiting]
         for trajectory in waiting:
             self._events.emit(TrajectoryMoved(trajectory=trajectory, rollout=replica.name))
+        leased += self._evaluation(replica)
         share = self._share(replica)
         while len(replica.in_flight) < share and self._may_start(replica):
             prompt = self.prompts.take()
@@ -182,6 +189,24 @@ class RolloutManager:
                 leased.append(self._lease(trajectory, replica))
                 self._events.emit(TrajectoryStarted(trajectory=trajectory))
         return tuple(leased)
+
+    def _evaluation(self, replica: Replica) -> list[messages.TrajectoryAssignment]:
+        """Trajectories of an evaluation, leased to this rollout; none while it is to drain for what is trained."""
+        if replica.receiving or (self.pool.orphans and self._version_to_rescue(replica) is not None):
+            return []
+        together = not self.schedule.synchronizes or self.fleet.all_serve(replica.policy_version)
+        room = self._max_running - len(replica.in_flight)
+        leased = []
+        for trajectory in self.evaluator.take(replica, room, may_begin=together):
+            begun = bool(trajectory.versions)
+            leased.append(self._lease(trajectory, replica))
+            moved = TrajectoryMoved(trajectory=trajectory, rollout=replica.name)
+            self._events.emit(moved if begun else TrajectoryStarted(trajectory=trajectory))
+        return leased
+
+    def _max_tokens(self, trajectory: Trajectory) -> int:
+        """Of its response."""
+        return self._max_response_tokens if trajectory.evaluation is None else self._max_evaluation_tokens
 
     def _share(self, replica: Replica) -> int:
         """Trajectories that each rollout would have if all that may start now were spread evenly over all.
@@ -235,7 +260,8 @@ class RolloutManager:
             and not self.control.stop_requested.is_set()
             and not replica.receiving
             and len(replica.in_flight) + self._group_size <= self._max_running
-            and replica.policy_version >= replica.relay.stored_version
+            # A host of an evaluation stays behind: what it starts is older, but within the bound that `_room` keeps.
+            and (replica.policy_version >= replica.relay.stored_version or self.evaluator.claim(replica))
             and (not self.schedule.synchronizes or self.fleet.all_serve(replica.policy_version))
             and self._room(replica.policy_version) > 0
         )
@@ -261,9 +287,10 @@ class RolloutManager:
             policy_version=replica.policy_version,
             prompt_token_ids=trajectory.prompt.token_ids,
             token_ids=trajectory.response_token_ids(),
-            max_new_tokens=self._max_response_tokens - trajectory.num_tokens,
+            max_new_tokens=self._max_tokens(trajectory) - trajectory.num_tokens,
             seed=self._seed_of(trajectory),
             kv=self.kv_exports.of(trajectory, replica.policy_version),
+            temperature=None if trajectory.evaluation is None else self._evaluation_temperature,
         )
 
     def _seed_of(self, trajectory: Trajectory) -> int:
@@ -361,7 +388,7 @@ class RolloutManager:
     def _ended(self, trajectory: Trajectory, replica: Replica) -> None:
         """A rollout is through with a trajectory: it has finished, has ended a turn, or was stopped to go on elsewhere."""
         if trajectory.state is TrajectoryState.GENERATING:
-            if trajectory.num_tokens < self._max_response_tokens:
+            if trajectory.num_tokens < self._max_tokens(trajectory):
                 target = replica.stopping_for
                 if target in self.replicas and not self.replicas[target].leaving:
                     self.pool.destine(trajectory, target)

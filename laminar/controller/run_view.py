@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from laminar.config.schema import ExperimentConfig
+from laminar.controller.evaluator import Evaluator
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.partial_response_pool import PartialResponsePool
 from laminar.controller.prompt_pool import PromptPool
@@ -47,6 +48,9 @@ class RunView(Protocol):
 
     @property
     def repacker(self) -> Repacker: ...
+
+    @property
+    def evaluator(self) -> Evaluator: ...
 
     @property
     def trainer(self) -> TrainerDriver: ...

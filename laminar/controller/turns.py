@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 
+from laminar.config.held_out import max_evaluation_tokens
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.environment_manager import EnvironmentManager
 from laminar.controller.partial_response_pool import PartialResponsePool
@@ -42,6 +43,7 @@ class Turns:
         self._retries = config.environment.retries
         self._max_turns = config.environment.max_turns
         self._max_response_tokens = config.rollout.max_response_tokens
+        self._max_evaluation_tokens = max_evaluation_tokens(config)
         self._mixes_versions = config.schedule.name == "partial"
         self._now = asyncio.get_running_loop().time
         events.subscribe(lambda event: self._ask(event.trajectory, self._now(), self._retries), TurnEnded)
@@ -71,7 +73,8 @@ class Turns:
     def _take_in(self, trajectory: Trajectory, answer: EnvironmentStepped, seconds: float) -> None:
         start, end = trajectory.turn_start, trajectory.num_tokens
         last = len(trajectory.turns) + 1 == self._max_turns
-        fits = end + len(answer.token_ids) < self._max_response_tokens  # and leaves room for another turn
+        most = self._max_response_tokens if trajectory.evaluation is None else self._max_evaluation_tokens
+        fits = end + len(answer.token_ids) < most  # and leaves room for another turn
         goes_on = fits and not last and not answer.done
         if goes_on and len(answer.token_ids):
             trajectory.observe(answer.token_ids)
@@ -87,7 +90,8 @@ class Turns:
 
     def _go_on(self, trajectory: Trajectory) -> None:
         replica = self._fleet.replicas.get(trajectory.rollout or "")
-        if replica is not None and (self._mixes_versions or replica.policy_version == trajectory.policy_version):
+        mixes = self._mixes_versions and trajectory.evaluation is None
+        if replica is not None and (mixes or replica.policy_version == trajectory.policy_version):
             self._pool.destine(trajectory, replica.name)
             replica.wake.set()
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 
 from laminar.config.data_schema import FileSource, ReasoningGymSource
+from laminar.config.held_out import held_out, in_its_words
 from laminar.config.reward_params import NEEDS_ANSWER
 from laminar.config.reward_schema import RewardPart
 from laminar.config.schema import ExperimentConfig
@@ -23,6 +24,20 @@ from laminar.rewards.registry import check_reward
 
 LOOKED_AT = 20_000  # rows of a source; of a larger one so many, evenly spread
 PARSED = 200  # answers that are given to math-verify, which takes milliseconds for each
+
+
+def check_held_out(config: ExperimentConfig) -> None:
+    """`check_source` of what is evaluated, if anything is.
+
+    Raises:
+        UserError: the first thing that is wrong.
+    """
+    if config.evaluation is None:
+        return
+    try:
+        check_source(held_out(config))
+    except UserError as error:
+        raise UserError(in_its_words(str(error))) from error
 
 
 def check_source(config: ExperimentConfig) -> None:

@@ -26,11 +26,14 @@ class Command:
     workers: tuple[str, ...]
 
 
-def expected_workers(config: ExperimentConfig) -> list[str]:
-    """Names of all workers of a run."""
-    return [
+def expected_workers(config: ExperimentConfig, *, evaluate_only: bool = False) -> list[str]:
+    """Names of all workers of a run; `evaluate_only`: those that an evaluation alone needs."""
+    training = [
         *(f"relay-{rank}" for rank in range(config.relay.count)),
         *(f"trainer-{rank}" for rank in range(config.trainer.ranks)),
+    ]
+    return [
+        *([] if evaluate_only else training),
         *(f"rollout-{index}" for index in range(config.rollout.replicas)),
         *(f"environment-{index}" for index in range(config.reward.workers)),
     ]

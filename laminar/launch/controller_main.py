@@ -57,7 +57,9 @@ def _run(config: ExperimentConfig, directory: RunDirectory, descriptor: int) -> 
 
     async def run() -> str:
         processes = await SupervisedProcesses.connect(directory.path, descriptor)
-        return await LocalRun(config, directory.path, events, terminal, processes, Records(directory.path)).run()
+        records = Records(directory.path)
+        run = LocalRun(config, directory.path, events, terminal, processes, records, run_id=records.run_id)
+        return await run.run()
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

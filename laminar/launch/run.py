@@ -35,8 +35,10 @@ from laminar.launch.commands import (
     rollout_command,
 )
 from laminar.launch.local import is_of_run
+from laminar.launch.own_processes import OwnProcesses
 from laminar.launch.records import Records, summary
 from laminar.launch.supervised import SupervisedProcesses
+from laminar.observability.evaluation_terminal import EvaluationTerminal
 from laminar.observability.events import EventBus, Notice, ProcessStarted, WorkerJoined
 from laminar.observability.terminal import Terminal
 from laminar.protocol.connection import CONNECTION_FILE, Connection, CurveKeys
@@ -57,16 +59,25 @@ class LocalRun:
         config: ExperimentConfig,
         run_dir: Path,
         events: EventBus,
-        terminal: Terminal,
-        processes: SupervisedProcesses,
-        records: Records,
+        terminal: Terminal | EvaluationTerminal,
+        processes: SupervisedProcesses | OwnProcesses,
+        records: Records | None,
+        *,
+        run_id: str,
+        evaluate_only: int | None = None,
     ) -> None:
+        """
+        Args:
+            records: None for a run that is begun anew, rather than gone on with, when its controller is killed.
+            evaluate_only: as `Controller` takes it.
+        """
         self._config = config
         self._launcher = processes
         self._records = records
         self._run_dir = run_dir
         self._terminal = terminal
-        self._run_id = records.run_id
+        self._evaluate_only = evaluate_only
+        self._run_id = run_id
         self._events = events
         self._commands: dict[str, Command] = {}
         self._said_hello: dict[str, int] = {}  # workers, since they were last started -> process
@@ -94,7 +105,8 @@ class LocalRun:
         journal: Journal | None = None
         try:
             restored = self._restore()
-            journal = self._records.open_journal(self._config, self._events)
+            if self._records is not None:
+                journal = self._records.open_journal(self._config, self._events)
             Connection.to_this_process(
                 channel.address,
                 self._run_id,
@@ -108,14 +120,15 @@ class LocalRun:
                 self._events,
                 run_id=self._run_id,
                 run_dir=self._run_dir,
-                expected_workers=expected_workers(self._config),
+                expected_workers=expected_workers(self._config, evaluate_only=self._evaluate_only is not None),
                 restart=self._restart,
                 version_bytes=version_bytes(self._config),
-                hop_key=self._records.hop_key,
+                hop_key=None if self._records is None else self._records.hop_key,
                 journal=journal,
                 restored=restored,
                 patience_s=self._patience_s,
                 closed=self._closed,
+                evaluate_only=self._evaluate_only,
             )
             await self._run_controller()
             outcome = self._outcome()
@@ -128,7 +141,8 @@ class LocalRun:
             (self._run_dir / CONNECTION_FILE).unlink(missing_ok=True)
             if journal is not None:
                 journal.close()
-        self._account()
+        if self._records is not None:
+            self._account()
         return outcome
 
     def _account(self) -> None:
@@ -142,7 +156,8 @@ class LocalRun:
             accounts.write(self._run_dir)
         except OSError as error:
             self._events.emit(Notice(level="warning", text=f"{ACCOUNTS} cannot be written ({error.strerror})"))
-        self._terminal.add_row("accounts", accounts.text)
+        if isinstance(self._terminal, Terminal):
+            self._terminal.add_row("accounts", accounts.text)
         buffer, problems = self._controller.buffer, list(accounts.problems)
         if accounts.trained != buffer.trained:
             problems.append(f"the controller counts {buffer.trained} trained prompts, the journal {accounts.trained}")
@@ -153,7 +168,7 @@ class LocalRun:
 
     def _restore(self) -> Restored | None:
         """What an earlier controller of this run has left; None if this is the first."""
-        restored = self._records.restore()
+        restored = None if self._records is None else self._records.restore()
         if restored is None:
             return None
         if not self._launcher.living and self._config.launch.rollouts == self._config.launch.relays == "local":
@@ -184,14 +199,17 @@ class LocalRun:
         return commands
 
     async def _run_controller(self) -> None:
-        repl = ReplServer(self._controller)
-        services = (repl.serve_forever, self._terminal.refresh_forever)
+        services = [self._terminal.refresh_forever]
+        if self._evaluate_only is None:
+            services.append(ReplServer(self._controller).serve_forever)
         main = asyncio.create_task(self._controller.run(self._launch, services), name="controller")
         main.add_done_callback(self._on_end)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):  # stays to the very end: nothing may cut the clean-up short
             loop.add_signal_handler(number, self._on_interrupt, main)
-        failures = [self._launcher.failure, self._records.failure]
+        failures = [self._launcher.failure]
+        if self._records is not None:
+            failures.append(self._records.failure)
         await asyncio.wait([main, *failures], return_when=asyncio.FIRST_COMPLETED)
         for failure in failures:
             if failure.done():
@@ -228,7 +246,7 @@ class LocalRun:
         self._ending = True
 
     def _on_interrupt(self, main: asyncio.Task[None]) -> None:
-        if self._ending or self._controller.control.stop_requested.is_set():
+        if self._ending or self._controller.control.stop_requested.is_set() or self._evaluate_only is not None:
             self._hurry.set()
             main.cancel()
             return

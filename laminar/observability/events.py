@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from laminar.evaluation_result import EvaluatedResponse, EvaluationResult
 from laminar.trajectory import Group, Trajectory
 
 
@@ -243,6 +244,41 @@ class GroupDropped:
     group: Group
     reason: str
     resampled: bool = False  # by dynamic sampling: it would teach nothing, and another is generated in its place
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EvaluationStarted:
+    """The first held-out prompts are about to be generated, with this version."""
+
+    evaluation: int
+    policy_version: int
+    step: int  # whose weights these are
+    trajectories: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EvaluationStartedOver:
+    """No rollout had the evaluation's version any more: all is generated anew, with a newer one."""
+
+    evaluation: int
+    goes_on_as: int
+    policy_version: int
+    responses_lost: int  # that had been scored
+    scores_pending: int  # of others that had been generated
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EvaluationResponses:
+    """All responses of an evaluation; comes before `EvaluationFinished`."""
+
+    responses: tuple[EvaluatedResponse, ...]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EvaluationFinished:
+    """All its responses are scored."""
+
+    result: EvaluationResult
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

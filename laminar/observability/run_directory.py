@@ -4,10 +4,11 @@
   config.yaml         the resolved config; `laminar train RUN_DIR/config.yaml` runs it again
   logs/               one log per process
   checkpoints/        one folder per checkpoint
-  metrics.jsonl       one line per step
+  metrics.jsonl       one line per step, and one per evaluation
   trajectories.jsonl  one line per trajectory that was trained or dropped
   trace.json          who did what when, for ui.perfetto.dev; trace-2.json of a controller that went on with the run
   journal.sqlite      what the next controller needs; accounts.json at the end: what became of every prompt
+  evaluations.jsonl   one line per response of a complete evaluation
   events.jsonl        workers, weights, checkpoints, rejected prompts and notices, with seconds since the start
 
 Invariants: a folder that holds anything is never written over unless the user said so and it is a run directory of a
@@ -27,11 +28,20 @@ from typing import Any
 
 import laminar
 from laminar.config.data_schema import FileSource
+from laminar.config.held_out import held_out, in_its_words
 from laminar.config.load import to_yaml
 from laminar.config.schema import ExperimentConfig
 from laminar.errors import UserError
 from laminar.observability import events as kinds
-from laminar.observability.events import EventBus, GroupDropped, MetricsReported, Notice, StepFinished
+from laminar.observability.events import (
+    EvaluationFinished,
+    EvaluationResponses,
+    EventBus,
+    GroupDropped,
+    MetricsReported,
+    Notice,
+    StepFinished,
+)
 from laminar.observability.json_lines import JsonLines
 from laminar.observability.trace import Trace
 from laminar.protocol.connection import CONNECTION_FILE, Connection, boot_id, process_started
@@ -59,6 +69,9 @@ TOLD_EVENTS: tuple[type, ...] = (
     kinds.WeightsBroadcast,
     kinds.WeightsPulled,
     kinds.CheckpointFinished,
+    kinds.EvaluationStarted,
+    kinds.EvaluationStartedOver,
+    kinds.EvaluationFinished,
     kinds.Notice,
 )
 
@@ -124,7 +137,7 @@ class RunDirectory:
     def _open_files(self) -> None:
         self.logs.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
-        for name in ("metrics", "trajectories", "events"):
+        for name in ("metrics", "trajectories", "evaluations", "events"):
             self._lines[name] = JsonLines(self.path / f"{name}.jsonl", self._on_write_error)
         self._lines["trace"] = JsonLines(self._new_trace(), self._on_write_error, array=True)
 
@@ -148,6 +161,8 @@ class RunDirectory:
         events.subscribe(self._on_metrics, MetricsReported)
         events.subscribe(self._on_step, StepFinished)
         events.subscribe(self._on_dropped, GroupDropped)
+        events.subscribe(self._on_responses, EvaluationResponses)
+        events.subscribe(self._on_evaluation, EvaluationFinished)
         events.subscribe(self._on_told_event, *TOLD_EVENTS)
 
     def close(self) -> None:
@@ -170,6 +185,14 @@ class RunDirectory:
     def _on_dropped(self, event: GroupDropped) -> None:
         trajectories = event.group.trajectories
         self._write("trajectories", (_trajectory_line(trajectory, dropped=event.reason) for trajectory in trajectories))
+
+    def _on_responses(self, event: EvaluationResponses) -> None:
+        self._write("evaluations", (asdict(response) for response in event.responses))
+
+    def _on_evaluation(self, event: EvaluationFinished) -> None:
+        result, time_s = event.result, round(self._now() - self._started, 6)
+        line = {"step": result.step, "policy_version": result.policy_version, "time_s": time_s}
+        self._write("metrics", [line | result.figures()])
 
     def _on_told_event(self, event: Any) -> None:
         line = {"time_s": round(self._now() - self._started, 6), "event": type(event).__name__, **asdict(event)}
@@ -260,6 +283,9 @@ def _used_paths(config: ExperimentConfig) -> Iterator[tuple[str, Path]]:
     for key, source in config.data.single_sources():
         if isinstance(source, FileSource):
             yield f"{key}.path", Path(source.path).resolve()
+    for key, source in held_out(config).data.single_sources() if config.evaluation is not None else ():
+        if isinstance(source, FileSource):
+            yield in_its_words(f"{key}.path"), Path(source.path).resolve()
 
 
 def _write_marker(path: Path, config: ExperimentConfig) -> None:

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from laminar.evaluation_result import EvaluationResult
 from laminar.observability.events import (
     CheckpointFinished,
+    EvaluationFinished,
     EventBus,
     GroupDropped,
     MetricsReported,
@@ -42,6 +44,7 @@ class RunSummary:
         self.dropped_groups = 0
         self.resampled_groups = 0
         self.checkpoint: CheckpointFinished | None = None
+        self.evaluations: list[EvaluationResult] = []
         self._now = now
         self._started = now()
         self._first_step_after: float | None = None
@@ -69,6 +72,7 @@ class RunSummary:
         events.subscribe(self._on_weights, WeightsPublished, WeightsBroadcast, WeightsPulled)
         events.subscribe(lambda event: self._moves.append(event), RolloutsRepacked)
         events.subscribe(lambda event: self._settled.append(event), RepackSettled)
+        events.subscribe(lambda event: self.evaluations.append(event.result), EvaluationFinished)
         events.subscribe(self._on_other, PromptRejected, GroupDropped, CheckpointFinished)
 
     def _on_metrics(self, event: MetricsReported) -> None:
@@ -122,6 +126,8 @@ class RunSummary:
     def rows(self) -> list[tuple[str, str]]:
         """The summary as (what, how much); what there is nothing to say about is left out."""
         rows = [("wall time", self._wall_time())]
+        if self.evaluations:
+            rows.append(("evaluation", self._evaluation()))
         if self.rewards:
             rows += [("reward", self._reward()), *self._tokens(), ("staleness", self._staleness_shares())]
             rows += [(f"{part} idle", self._idle(part)) for part in self._seconds if sum(self._seconds[part].values())]
@@ -174,6 +180,17 @@ class RunSummary:
             return f"{sum(last) / len(last):.4f} ({which})"
         return f"{sum(first) / ENDS:.4f} -> {sum(last) / ENDS:.4f} ({which})"
 
+    def _evaluation(self) -> str:
+        """pass@1 and pass@k of the first and the last one."""
+        first, last = self.evaluations[0], self.evaluations[-1]
+
+        def course(k: int) -> str:
+            values = [f"{result.pass_at[k]:.4f}" for result in ([first] if first is last else [first, last])]
+            return f"pass@{k} {' -> '.join(values)}"
+
+        steps = f"step {first.step}" if first is last else f"steps {first.step} and {last.step}"
+        return f"{', '.join(course(k) for k in dict.fromkeys((1, last.samples)))} ({steps}, {last.prompts} held-out prompts)"
+
     def _tokens(self) -> list[tuple[str, str]]:
         seconds = max(sum(self.step_seconds), 1e-9)
         rate = {name: short_number(total / seconds) for name, total in self._rate_sums.items()}
@@ -210,6 +227,10 @@ class RunSummary:
         if model := exported_model(Path(self.checkpoint.path)):
             rows.append(("load it", f'AutoModelForCausalLM.from_pretrained("{model}")'))
             rows.append(("serve it", f"vllm serve {model}"))
+        elif adapter := exported_adapter(Path(self.checkpoint.path)):
+            merge = f"python -m laminar.workers.trainer.merge_adapter {adapter} MERGED_FOLDER"
+            rows.append(("load it", f'AutoModelForCausalLM.from_pretrained("{adapter}")  # base model and adapters'))
+            rows.append(("merge it", merge))
         return rows
 
 
@@ -217,6 +238,12 @@ def exported_model(checkpoint: Path) -> Path | None:
     """The Hugging Face folder in a checkpoint: the one that holds a model's config.json."""
     candidates = [checkpoint, *sorted(checkpoint.glob("*/"))]
     return next((folder for folder in candidates if (folder / "config.json").is_file()), None)
+
+
+def exported_adapter(checkpoint: Path) -> Path | None:
+    """The folder of adapters in a checkpoint (or that it is), where only these were trained."""
+    candidates = [checkpoint, *sorted(checkpoint.glob("*/"))]
+    return next((folder for folder in candidates if (folder / "adapter_config.json").is_file()), None)
 
 
 def _mean_and_max(values: list[float]) -> str:

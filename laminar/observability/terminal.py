@@ -23,6 +23,7 @@ import laminar
 from laminar.config.command import summary
 from laminar.config.schema import ExperimentConfig
 from laminar.observability import events as kinds
+from laminar.observability.evaluation_text import evaluation_line
 from laminar.observability.events import EventBus
 from laminar.observability.plain_text import bars, data_size, duration, printable
 from laminar.observability.run_summary import RunSummary
@@ -86,6 +87,7 @@ class Terminal:
         events.subscribe(self._on_batch, kinds.GroupCompleted, kinds.StepStarted, kinds.StepFinished)
         events.subscribe(self._on_metrics, kinds.MetricsReported)
         events.subscribe(self._on_checkpoint, kinds.CheckpointFinished)
+        events.subscribe(self._on_evaluation, kinds.EvaluationFinished, kinds.EvaluationStartedOver)
         events.subscribe(self._on_notice, kinds.Notice)
         events.subscribe(lambda _: self.refresh(), kinds.TokensAppended)
 
@@ -203,6 +205,13 @@ class Terminal:
         if not event.error:
             size = f"{data_size(event.nbytes)} in {duration(event.seconds)}"
             self._print(f"checkpoint of step {event.step}: {event.path} ({size})")
+
+    def _on_evaluation(self, event: kinds.EvaluationFinished | kinds.EvaluationStartedOver) -> None:
+        if isinstance(event, kinds.EvaluationStartedOver):
+            text = f"no rollout has version {event.policy_version} any more; evaluation {event.evaluation} starts over"
+            self._warn(text)
+        else:
+            self._print(evaluation_line(event.result))
 
     def _on_notice(self, event: kinds.Notice) -> None:
         if event.level == "warning":

@@ -112,6 +112,7 @@ class TrajectoryAssignment:
     kv: KvReference | None = (
         None  # of prompt and token_ids, to be imported rather than prefilled; answered by `KvTaken`
     )
+    temperature: float | None = None  # None: rollout.temperature
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -142,7 +143,9 @@ class PullWeights:
     """Load weights from the store; sent only when nothing is generated. The answer is `WeightsPulled` or `PullFailed`."""
 
     policy_version: int
-    store: str  # name of the weight store in shared memory: that of the relay on the rollout's host
+    store: (
+        str  # weight store in shared memory: that of the relay on the rollout's host; empty: the weights in model.path
+    )
     exact: bool  # this very version, to go on with trajectories of it; else the newest, this one at least
 
 
@@ -446,6 +449,7 @@ class FetchPrompts:
 
     start: int
     count: int
+    evaluation: bool = False  # of evaluation.source
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -467,6 +471,7 @@ class PromptsFetched:
     start: int
     prompts: tuple[PromptRecord, ...]
     exhausted: bool
+    evaluation: bool = False
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -485,6 +490,7 @@ class StepEnvironment:
     token_ids: np.ndarray  # int32 [T], the response so far, observations included
     turn_starts: np.ndarray  # int32 [K]: first token of each turn; the last is the one to answer
     turn_ends: np.ndarray  # int32 [K]: behind its last token
+    evaluation: bool = False  # of a held-out prompt
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -511,6 +517,7 @@ class ScoreTrajectory:
     token_ids: np.ndarray  # int32 [T], the response
     turn_start: int  # of its last turn, which is what is scored
     turn_end: int
+    evaluation: bool = False  # a held-out prompt's, scored by the evaluation's reward
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -24,6 +24,7 @@ from rich.progress import (
 )
 
 from laminar.errors import RunFailed, UserError
+from laminar.observability.output_file import prepare, write
 from laminar.observability.plain_text import duration
 from laminar.simulation.clock.virtual_time_errors import VirtualTimeError
 from laminar.simulation.report.report_json import to_json
@@ -63,9 +64,9 @@ def simulate(
     config = load_study(config_file, overrides)
     cases = plan_cases(config)
     html_file = PAGES / f"{config.name}.html" if html_file is None else html_file
-    _prepare("--html", html_file)
+    prepare("--html", html_file)
     if json_file not in (None, "-"):
-        _prepare("--json", Path(json_file or ""))
+        prepare("--json", Path(json_file or ""))
     person = Console(stderr=json_file == "-", highlight=False)
     try:
         with _progress(person, cases, config.steps) as show:
@@ -73,12 +74,12 @@ def simulate(
     except VirtualTimeError as error:
         raise RunFailed(str(error)) from error
     print_report(result, person, EXPLANATIONS)
-    _write(html_file, page(result, EXPLANATIONS))
+    write(html_file, page(result, EXPLANATIONS))
     person.print(f"Page: {html_file}", soft_wrap=True)
     if json_file == "-":
         sys.stdout.write(to_json(result, EXPLANATIONS))
     elif json_file is not None:
-        _write(Path(json_file), to_json(result, EXPLANATIONS))
+        write(Path(json_file), to_json(result, EXPLANATIONS))
         person.print(f"JSON: {json_file}", soft_wrap=True)
     return 0
 
@@ -109,25 +110,3 @@ def _progress(console: Console, cases: Sequence[PlannedCase], steps: int) -> Ite
                     console.print(f"{len(done)} of {len(cases)} done: {cases[progress.case]}", soft_wrap=True)
 
         yield show
-
-
-def _prepare(option: str, path: Path) -> None:
-    """Make the folder and see that the file can be written, without touching what it holds."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        exists = path.exists()
-        with path.open("a", encoding="utf-8"):
-            pass
-        if not exists:
-            path.unlink()
-    except OSError as error:
-        raise UserError(
-            f"{option}: {path} cannot be written ({error.strerror}); give a file in a folder of yours"
-        ) from None
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunFailed(f"{path} could not be written: {error.strerror}") from error

@@ -154,7 +154,9 @@ class FakeEnvironment(FakeWorker):
                 for k in range(message.start, min(message.start + message.count, len(self.lengths)))
             ]
             ended = message.start + message.count >= len(self.lengths)
-            yield messages.PromptsFetched(start=message.start, prompts=tuple(records), exhausted=ended)
+            yield messages.PromptsFetched(
+                start=message.start, prompts=tuple(records), exhausted=ended, evaluation=message.evaluation
+            )
         elif isinstance(message, messages.ScoreTrajectory):
             yield self.score(message)
 

@@ -103,8 +103,18 @@ class Journal:
             kinds.PromptRejected: self._on_rejected,
             kinds.WorkerJoined: self._on_joined,
             kinds.RolloutHealthChanged: self._on_health,
+            kinds.EvaluationStarted: lambda event: self._set("evaluating", "yes"),
+            kinds.EvaluationFinished: lambda event: self._set("evaluating", ""),
         }
-        events.subscribe(lambda event: handlers[type(event)](event), *handlers)
+
+        def handle(event: Any) -> None:
+            trajectory: Trajectory | None = getattr(event, "trajectory", None)
+            if (
+                trajectory is None or trajectory.evaluation is None
+            ):  # an evaluation is made anew rather than gone on with
+                handlers[type(event)](event)
+
+        events.subscribe(handle, *handlers)
 
     def knows(self, restored: Restored) -> None:
         """What was restored is in the journal already."""

@@ -21,6 +21,7 @@ REPAIRS = (
     *("RolloutLost", "TrajectoryOrphaned", "TrajectoryMoved", "TrajectoryRestarted", "RolloutsRepacked"),
     *("RolloutHealthChanged", "TrajectoriesRecovered"),
     *("TrainerRestarted", "GroupsReturned", "GroupDropped", "PromptRejected", "WorkerReplaced"),
+    "EvaluationStartedOver",
 )
 SHRUNK = 3  # failing seeds that are shrunk; all are listed
 

@@ -155,6 +155,7 @@ def _config(draw: _Draw, seed: int) -> ExperimentConfig:
             },
             "trainer": trainer,
             "algorithm": {"dynamic_sampling": sampling},
+            "evaluation": _evaluation(_Draw(seed, 2), group_size),  # its own generator: the rest stays what it was
             "schedule": schedule,
             "buffer": _buffer(draw, name, schedule, groups_per_step),
             "repack": {
@@ -178,6 +179,22 @@ def _config(draw: _Draw, seed: int) -> ExperimentConfig:
 def _dynamic_sampling(draw: _Draw) -> dict[str, Any]:
     """From a generator of its own; half of the modelled rewards are 1, so many of the small groups are refused."""
     return {"enabled": draw.chance(0.4), "max_refills": draw.one_of(0.4, 1.0, 3.0)}
+
+
+def _evaluation(draw: _Draw, group_size: int) -> dict[str, Any] | None:
+    if draw.chance(0.5):
+        return None
+    samples = draw.integer(1, min(3, group_size))  # the workload has lengths for a group
+    return {
+        "source": {"type": "jsonl", "path": "held-out.jsonl"},
+        "prompts": draw.integer(1, 6),
+        "samples": samples,
+        "every": draw.one_of(0, 1, 2, 3),
+        "at_start": draw.chance(0.7),
+        "temperature": 0.0 if samples == 1 else 1.0,
+        "max_response_tokens": draw.one_of(None, 40, 160),
+        "share": draw.one_of(0.1, 0.25, 0.5, 1.0),
+    }
 
 
 def _buffer(draw: _Draw, name: str, schedule: dict[str, Any], groups_per_step: int) -> dict[str, Any]:

@@ -74,13 +74,15 @@ class ModelledEnvironment(ModelledWorker):
 
     def _fetch(self, message: messages.FetchPrompts) -> None:
         end = message.start + message.count
-        if self._prompts is not None:
-            end = min(end, self._prompts)
+        total = None if message.evaluation else self._prompts
+        if total is not None:
+            end = min(end, total)
         self.send(
             messages.PromptsFetched(
                 start=message.start,
                 prompts=tuple(self._prompt(prompt_id) for prompt_id in range(message.start, end)),
-                exhausted=self._prompts is not None and end >= self._prompts,
+                exhausted=total is not None and end >= total,
+                evaluation=message.evaluation,
             )
         )
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from laminar.config.data_schema import FileSource, ReasoningGymSource, SingleSource
+from laminar.config.held_out import held_out, in_its_words
 from laminar.config.schema import ExperimentConfig
 from laminar.data.metadata import decode_metadata, encode_metadata
 from laminar.data.observation import ObservationEncoder
@@ -24,6 +25,7 @@ from laminar.data.source import PromptSource
 from laminar.data.tokenize import PromptEncoder, load_tokenizer
 from laminar.environments.environment import EnvironmentPrompt
 from laminar.environments.registry import load_environment
+from laminar.errors import UserError
 from laminar.protocol.messages import (
     FetchPrompts,
     PromptRecord,
@@ -105,7 +107,32 @@ class Environment:
         return response, last_turn
 
 
-async def open_environment(session: WorkerSession, thread: UserCodeThread, lanes: RewardLanes) -> Environment:
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Environments:
+    """For prompts that are trained on, and for those that are held out."""
+
+    training: Environment
+    held_out: Environment | None  # None: the experiment has no evaluation
+
+    def of(self, message: FetchPrompts | ScoreTrajectory | StepEnvironment) -> Environment:
+        """The one that a question is for."""
+        if not message.evaluation:
+            return self.training
+        if self.held_out is None:
+            raise RuntimeError("an environment worker was asked for evaluation, and the experiment has none")
+        return self.held_out
+
+    async def close(self) -> None:
+        """Let go of the user's environments."""
+        for environment in (self.training, self.held_out):
+            if environment is not None and environment.episodes is not None:
+                with contextlib.suppress(TimeoutError):  # the user's code; the process ends all the same
+                    await asyncio.wait_for(environment.thread.run(environment.episodes.close()), CLOSE_LIMIT_S)
+
+
+async def open_environments(
+    session: WorkerSession, thread: UserCodeThread, lanes: RewardLanes, held_out_lanes: RewardLanes
+) -> Environments:
     """Load everything, telling what is being waited for.
 
     Raises:
@@ -116,6 +143,27 @@ async def open_environment(session: WorkerSession, thread: UserCodeThread, lanes
     await session.progress(f"loading the tokenizer of {config.model.path}")
     tokenizer = await thread.call(load_tokenizer, config.model.path)
     encoder = await thread.call(PromptEncoder, tokenizer, config.data)
+    training = await _open(session, thread, lanes, tokenizer, encoder, config)
+    if config.evaluation is None:
+        return Environments(training=training, held_out=None)
+    view = held_out(config)
+    try:
+        await held_out_lanes.start(view)
+        return Environments(
+            training=training, held_out=await _open(session, thread, held_out_lanes, tokenizer, encoder, view)
+        )
+    except UserError as error:
+        raise UserError(in_its_words(str(error))) from error
+
+
+async def _open(
+    session: WorkerSession,
+    thread: UserCodeThread,
+    lanes: RewardLanes,
+    tokenizer: Any,
+    encoder: PromptEncoder,
+    config: ExperimentConfig,
+) -> Environment:
     await session.progress(f"opening {describe_data(config)}")
     source = await thread.call(open_source, config)
     await session.progress(f"loading the reward {config.reward.title}")
@@ -181,27 +229,26 @@ def _describe_source(source: SingleSource) -> str:
 
 async def serve(session: WorkerSession) -> None:
     """Make prompts and score trajectories."""
-    thread, lanes = UserCodeThread(), RewardLanes()
+    thread, lanes, held_out_lanes = UserCodeThread(), RewardLanes(), RewardLanes()
     try:
-        environment = await open_environment(session, thread, lanes)
-        size = environment.source.size
+        environments = await open_environments(session, thread, lanes, held_out_lanes)
+        size = environments.training.source.size
         await session.ready(
             f"{'endless' if size is None else f'{size} prompts'} from {describe_data(session.config)}, "
             f"reward {session.config.reward.title}"
-            + (f", environment {session.config.environment.name}" if environment.episodes is not None else "")
+            + (f", environment {session.config.environment.name}" if session.config.environment.multi_turn else "")
         )
         try:
-            await answer_messages(session, thread, environment)
+            await answer_messages(session, thread, environments)
         finally:
-            if environment.episodes is not None:
-                with contextlib.suppress(TimeoutError):  # the user's code; the process ends all the same
-                    await asyncio.wait_for(thread.run(environment.episodes.close()), CLOSE_LIMIT_S)
+            await environments.close()
     finally:
         thread.stop()
         await lanes.stop()
+        await held_out_lanes.stop()
 
 
-async def answer_messages(session: WorkerSession, thread: UserCodeThread, environment: Environment) -> None:
+async def answer_messages(session: WorkerSession, thread: UserCodeThread, environments: Environments) -> None:
     """A task for every question, until `Shutdown`; what is unanswered then is given up.
 
     Raises:
@@ -209,20 +256,26 @@ async def answer_messages(session: WorkerSession, thread: UserCodeThread, enviro
     """
 
     async def fetch(message: FetchPrompts) -> None:
+        environment = environments.of(message)
         stop = message.start + message.count
         end = stop if environment.total is None else min(stop, environment.total)
         # One position at a time: rewards get their turn in between.
         prompts = [await thread.run(environment.prompt(position)) for position in range(message.start, end)]
         exhausted = environment.total is not None and stop >= environment.total
-        await session.send(PromptsFetched(start=message.start, prompts=tuple(prompts), exhausted=exhausted))
+        await session.send(
+            PromptsFetched(
+                start=message.start, prompts=tuple(prompts), exhausted=exhausted, evaluation=message.evaluation
+            )
+        )
 
     async def step(message: StepEnvironment) -> None:
-        if environment.episodes is None:
+        episodes = environments.of(message).episodes
+        if episodes is None:
             raise RuntimeError(f"trajectory {message.trajectory_id} has a turn to answer, but there is no environment")
-        await session.send(await thread.run(environment.episodes.step(message)))
+        await session.send(await thread.run(episodes.step(message)))
 
     async def score(message: ScoreTrajectory) -> None:
-        await session.send(await environment.score(message))
+        await session.send(await environments.of(message).score(message))
 
     def start(tasks: asyncio.TaskGroup, message: Any) -> asyncio.Task[None]:
         if isinstance(message, FetchPrompts):

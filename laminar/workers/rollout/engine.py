@@ -121,6 +121,10 @@ class RolloutEngine(Protocol):
         """Take the weights of the committed version file at `path` in place. Raises RuntimeError if a stream is open."""
         ...
 
+    async def serve_own_weights(self, policy_version: int) -> None:
+        """Call the weights that `start` has loaded from the model folder by this version; none others were loaded since."""
+        ...
+
     def load(self) -> EngineLoad:
         """Current load; cheap enough to be called twice a second."""
         ...

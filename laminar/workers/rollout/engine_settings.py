@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from laminar.config.held_out import longest_context
 from laminar.config.schema import ExperimentConfig
 from laminar.workers.rollout.engine import EngineSettings
 
@@ -16,7 +17,7 @@ def engine_settings(config: ExperimentConfig, index: int) -> EngineSettings:
     return EngineSettings(
         model_path=config.model.path,
         dtype=config.model.dtype,
-        context_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        context_tokens=longest_context(config),
         max_running=config.rollout.max_running,
         kv_cache_bytes=config.rollout.kv_cache_mib << 20,
         tensor_parallel=config.rollout.degree(index),

@@ -180,7 +180,7 @@ class RolloutWorker:
             prompt_token_ids=assignment.prompt_token_ids,
             token_ids=assignment.token_ids,
             max_new_tokens=assignment.max_new_tokens,
-            temperature=self._sampling.temperature,
+            temperature=self._sampling.temperature if assignment.temperature is None else assignment.temperature,
             top_p=self._sampling.top_p,
             stop_token_ids=self._stop_tokens,
             seed=assignment.seed,
@@ -284,6 +284,11 @@ class RolloutWorker:
     async def _pull(self, message: messages.PullWeights) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
+        if not message.store:
+            await self._engine.serve_own_weights(message.policy_version)
+            pulled = messages.WeightsPulled(policy_version=message.policy_version, seconds=0.0, nbytes=0)
+            await self._session.send(pulled)
+            return
         store = WeightStore(self._session.welcome.run_id, message.store)
         newest = store.newest()
         version = message.policy_version if message.exact or newest is None else newest

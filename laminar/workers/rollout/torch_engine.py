@@ -154,6 +154,10 @@ class TorchEngine:
         check_weights(path, policy_version)
         await self._call(lambda batch: batch.load_weights(path, policy_version))
 
+    async def serve_own_weights(self, policy_version: int) -> None:
+        """See `RolloutEngine`."""
+        await self._call(lambda batch: setattr(batch, "policy_version", policy_version))
+
     def load(self) -> EngineLoad:
         """Load after the last step."""
         return self._load

@@ -252,6 +252,11 @@ class VllmEngine:
         await engine.update_weight_version(str(policy_version))
         self._policy_version = policy_version
 
+    async def serve_own_weights(self, policy_version: int) -> None:
+        """See `RolloutEngine`."""
+        await self._require_engine().update_weight_version(str(policy_version))
+        self._policy_version = policy_version
+
     def load(self) -> EngineLoad:
         """Load after vLLM's last step; vLLM reports nothing when it is idle."""
         opened = len(self._open)

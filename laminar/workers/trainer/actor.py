@@ -27,6 +27,7 @@ from laminar.workers.trainer.algorithm import Algorithm
 from laminar.workers.trainer.batch import MicroBatch, StepBatch
 from laminar.workers.trainer.critic import Critic
 from laminar.workers.trainer.learning_rate import learning_rate
+from laminar.workers.trainer.lora import WithoutAdapters, add_adapters, dropout_off
 from laminar.workers.trainer.model_loading import load_model, load_tokenizer
 from laminar.workers.trainer.parallel import describe, distribute, reshard
 from laminar.workers.trainer.ranks import Ranks
@@ -66,8 +67,12 @@ class Actor:
         self.ranks = ranks
         self._algorithm = Algorithm(config.algorithm)
         self.tokenizer = load_tokenizer(config.model.path, "model.path")
-        self.model = load_model(config.model.path, "model.path")  # float32: the master parameters
         self.published_dtype: torch.dtype = getattr(torch, config.model.dtype)
+        # float32: the master parameters; frozen ones need no more than what is published
+        held = torch.float32 if config.trainer.lora is None else self.published_dtype
+        self.model = load_model(config.model.path, "model.path", held)
+        if config.trainer.lora is not None:
+            add_adapters(self.model, config.trainer.lora, config.model.path, seed=config.seed)
         if config.trainer.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model.train()
@@ -84,6 +89,8 @@ class Actor:
 
     def _load_reference(self) -> torch.nn.Module:
         path, key = self.config.algorithm.kl.reference_path, "algorithm.kl.reference_path"
+        if path is None and self.config.trainer.lora is not None:
+            return WithoutAdapters(self._scoring, self.model)
         if path is None:
             path, key = self.config.model.path, "model.path"
         reference = load_model(path, key, self.published_dtype)
@@ -94,10 +101,12 @@ class Actor:
     def describe(self) -> str:
         """One line for a person: what runs where."""
         count = sum(parameter.numel() for parameter in self.model.parameters())
+        trained = sum(parameter.numel() for parameter in self.parameters)
+        trains = f" ({trained:,} of adapters are trained)" if self.config.trainer.lora is not None else ""
         precision = "float32" if self.published_dtype == torch.float32 else f"{self.config.model.dtype} autocast"
         beside = ", a critic beside it" if self.critic is not None else ""
         return (
-            f"{type(self.model).__name__}, {count:,} parameters{beside}, {precision}, {self.ranks.device.type}, "
+            f"{type(self.model).__name__}, {count:,} parameters{trains}{beside}, {precision}, {self.ranks.device.type}, "
             f"{describe(self.ranks, self.config.trainer.strategy)}"
         )
 
@@ -205,12 +214,13 @@ class Actor:
 
     @torch.no_grad()
     def _score(self, module: torch.nn.Module, micro_batches: list[MicroBatch], size: int) -> torch.Tensor:
-        """Logprobs of this rank's tokens as they stand now, float32 [T]; 0 elsewhere."""
+        """Logprobs of this rank's tokens as they stand now and are published, float32 [T]; 0 elsewhere."""
         result = torch.zeros(size, device=self.ranks.device)
-        for micro_batch in micro_batches:
-            on_device = micro_batch.to(self.ranks.device)
-            logprobs, _ = module(on_device.token_ids, on_device.positions, on_device.targets)
-            _put(result, on_device, logprobs)
+        with dropout_off(self.model):
+            for micro_batch in micro_batches:
+                on_device = micro_batch.to(self.ranks.device)
+                logprobs, _ = module(on_device.token_ids, on_device.positions, on_device.targets)
+                _put(result, on_device, logprobs)
         reshard(module)
         return result
 
@@ -257,6 +267,10 @@ class Actor:
         """This micro-batch's part of the mini-batch's loss."""
         algorithm = self.config.algorithm
         mask, places, engine = micro_batch.loss_mask, micro_batch.places, micro_batch.engine_logprobs
+        reference = None
+        if self._reference is not None and algorithm.kl.apply_to == "loss":
+            with torch.no_grad():  # before the pass with gradient: it may go through the same modules
+                reference, _ = self._reference(micro_batch.token_ids, micro_batch.positions, micro_batch.targets)
         logprobs, entropies = self._scoring(micro_batch.token_ids, micro_batch.positions, micro_batch.targets)
         proximal = logprobs.detach() if tokens.proximal is None else tokens.proximal[places]
         policy = PolicyTokens(
@@ -273,9 +287,7 @@ class Actor:
         if importance is not None:
             values = values * importance.weights
             metrics.add(importance_weight_metrics(importance, mask))
-        if self._reference is not None and algorithm.kl.apply_to == "loss":
-            with torch.no_grad():
-                reference, _ = self._reference(micro_batch.token_ids, micro_batch.positions, micro_batch.targets)
+        if reference is not None:
             estimates, figures = reference_kl(logprobs, reference, mask, estimator=algorithm.kl.estimator)
             values = values + algorithm.kl.coefficient * estimates
             metrics.add(figures)

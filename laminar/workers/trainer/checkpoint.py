@@ -26,13 +26,15 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from laminar.errors import UserError
 from laminar.protocol.messages import CheckpointSaved, SaveCheckpoint
 from laminar.workers.trainer.actor import Actor
+from laminar.workers.trainer.adapter_files import check_adapter, gather_adapters, write_adapter
 from laminar.workers.trainer.critic import named_state
-from laminar.workers.trainer.model_loading import named_weights
+from laminar.workers.trainer.model_loading import named_weights, save_model
 from laminar.workers.trainer.parallel import full_tensor
 
 MARKER = "complete.json"
 TRAINER_FOLDER = "trainer"
 HUGGINGFACE_FOLDER = "huggingface"
+ADAPTER_FOLDER = "adapter"  # in place of it where only adapters are trained
 SPARE_BYTES = 16 * 1024**2  # tokenizer, configs, metadata
 
 log = logging.getLogger("laminar.trainer")
@@ -81,13 +83,8 @@ def save_checkpoint(actor: Actor, message: SaveCheckpoint) -> CheckpointSaved:
         _attempt("the trainer's state: ", lambda: _write_trainer(actor, partial / TRAINER_FOLDER))
     )
     if not error:
-        weights = _export_weights(actor)  # all ranks gather, rank 0 keeps
-        error = ranks.first_error(
-            _attempt(
-                "the Hugging Face folder: ",
-                on_first(lambda: _write_huggingface(actor, weights, partial / HUGGINGFACE_FOLDER)),
-            )
-        )
+        what, write = _gather_export(actor, partial)  # all ranks gather, rank 0 keeps
+        error = ranks.first_error(_attempt(what, on_first(write)))
     error = error or ranks.first_error(_attempt("", on_first(finish)))
     nbytes = 0
     if error:
@@ -112,6 +109,8 @@ def load_checkpoint(actor: Actor, path: Path | str) -> CheckpointMarker:
     """
     folder = Path(path)
     marker = read_marker(folder)
+    if actor.config.trainer.lora is not None:
+        check_adapter(actor.model, folder / ADAPTER_FOLDER)
     state = _trainer_state(actor)
     try:
         load(state, checkpoint_id=folder / TRAINER_FOLDER, no_dist=not dist.is_initialized())
@@ -139,14 +138,15 @@ def read_marker(folder: Path) -> CheckpointMarker:
 
 def needed_bytes(actor: Actor) -> int:
     """What a checkpoint of this model takes on disk, a little more than it really does."""
-    weights = named_weights(actor.model).values()
+    weights = _trained_weights(actor).values()
     master = sum(tensor.numel() * tensor.element_size() for tensor in weights)
     moments = 2 * sum(parameter.numel() * parameter.element_size() for parameter in actor.parameters)
     if actor.critic is not None:
         master += sum(tensor.numel() * tensor.element_size() for tensor in named_state(actor.critic).values())
         moments += 2 * sum(parameter.numel() * parameter.element_size() for parameter in actor.critic.parameters)
+    exported_dtype = actor.published_dtype if actor.config.trainer.lora is None else torch.float32
     exported = sum(
-        tensor.numel() * (actor.published_dtype.itemsize if tensor.is_floating_point() else tensor.element_size())
+        tensor.numel() * (exported_dtype.itemsize if tensor.is_floating_point() else tensor.element_size())
         for tensor in weights
     )
     return master + moments + exported + SPARE_BYTES
@@ -159,7 +159,7 @@ def free_bytes(folder: Path) -> int:
 
 def _trainer_state(actor: Actor) -> dict[str, Any]:
     """The model's, the critic's and the optimizers' own tensors by name: loading into them is loading into the actor."""
-    weights = named_weights(actor.model)
+    weights = _trained_weights(actor)
     device = actor.ranks.device
     state: dict[str, Any] = {
         "model": {name: tensor.detach() for name, tensor in weights.items()},
@@ -170,6 +170,14 @@ def _trainer_state(actor: Actor) -> dict[str, Any]:
         state["critic"] = {name: tensor.detach() for name, tensor in own.items()}
         state["critic_optimizer"] = _optimizer_state(actor.critic.optimizer, own, device)
     return state
+
+
+def _trained_weights(actor: Actor) -> dict[str, torch.Tensor]:
+    """The model's tensors; where only adapters are trained, these: what is frozen is in the base model's folder."""
+    weights = named_weights(actor.model)
+    if actor.config.trainer.lora is None:
+        return weights
+    return {name: parameter for name, parameter in weights.items() if parameter.requires_grad}
 
 
 def _optimizer_state(
@@ -198,6 +206,15 @@ def _write_trainer(actor: Actor, folder: Path) -> None:
     save(_trainer_state(actor), checkpoint_id=folder, no_dist=not dist.is_initialized())
 
 
+def _gather_export(actor: Actor, partial: Path) -> tuple[str, Callable[[], None]]:
+    """What other tools load, gathered on rank 0; its name in messages, and what writes it. Collective when sharded."""
+    if actor.config.trainer.lora is not None:
+        adapters = gather_adapters(actor.model, keep=actor.ranks.rank == 0)
+        return "the adapters: ", lambda: write_adapter(actor.model, adapters, partial / ADAPTER_FOLDER)
+    weights = _export_weights(actor)
+    return "the Hugging Face folder: ", lambda: _write_huggingface(actor, weights, partial / HUGGINGFACE_FOLDER)
+
+
 def _export_weights(actor: Actor) -> dict[str, torch.Tensor]:
     """On rank 0 all weights on the CPU as they are published; elsewhere nothing. Collective when sharded."""
     weights: dict[str, torch.Tensor] = {}
@@ -210,13 +227,7 @@ def _export_weights(actor: Actor) -> dict[str, torch.Tensor]:
 
 def _write_huggingface(actor: Actor, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """A folder that `AutoModelForCausalLM.from_pretrained` loads."""
-    actor.model.save_pretrained(folder, state_dict=weights)
-    actor.tokenizer.save_pretrained(folder)
-    # save_pretrained notes the type of the master parameters, not of the weights that it was given.
-    config_file = folder / "config.json"
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    config["dtype"] = actor.config.model.dtype
-    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_model(actor.model, actor.tokenizer, weights, actor.config.model.dtype, folder)
 
 
 def _write_marker(folder: Path, marker: CheckpointMarker) -> None:

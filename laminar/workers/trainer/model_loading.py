@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,23 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
             seen.add(id(tensor))
             weights[name] = tensor
     return weights
+
+
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: dict[str, torch.Tensor],
+    dtype: str,
+    folder: Path,
+) -> None:
+    """A folder that `AutoModelForCausalLM.from_pretrained` loads, with these weights ("float32" or "bfloat16")."""
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
+    # save_pretrained notes the type of the master parameters, not of the weights that it was given.
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config["dtype"] = dtype
+    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _first_line(error: BaseException) -> str:

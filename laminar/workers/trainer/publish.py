@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +18,7 @@ from laminar.weights.store import WeightStore
 from laminar.weights.tensors import layout_of, write_tensors
 from laminar.weights.version_file import VersionWriter
 from laminar.workers.trainer.actor import Actor
-from laminar.workers.trainer.model_loading import named_weights
-from laminar.workers.trainer.parallel import full_tensor
+from laminar.workers.trainer.lora import gathered_weights, published_weights
 from laminar.workers.trainer.staging import CudaLane, Staging
 from laminar.workers.trainer.tensor_parallel_plan import column_shards
 
@@ -44,18 +42,16 @@ class Publisher:
             store: where to; None on other ranks than 0.
             keep: versions to keep in the store, and at most as many bytes as `relay.keep_mib` says; None keeps them all.
         """
-        self._weights = named_weights(actor.model)
+        self._model = actor.model
+        weights = published_weights(actor.model)
         self._store = store
         keep_mib = actor.config.relay.keep_mib
         self._keep, self._keep_bytes = keep, None if keep_mib is None else keep_mib << 20
         self._staging = Staging(CudaLane()) if store is not None and actor.ranks.device.type == "cuda" else None
         self.layout: WeightLayout = layout_of(
-            {
-                name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                for name, tensor in self._weights.items()
-            },
+            {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in weights.items()},
             actor.published_dtype,
-            column_shards(actor.model, self._weights, actor.config.rollout.largest_degree),
+            column_shards(actor.model, weights, actor.config.rollout.largest_degree),
         )
 
     def prepare(self) -> None:
@@ -76,7 +72,7 @@ class Publisher:
         """
         started = time.perf_counter()
         if self._store is None or policy_version in self._store.versions():  # these very weights, published before
-            deque(self._gathered(), maxlen=0)  # holds none of them
+            deque(gathered_weights(self._model), maxlen=0)  # holds none of them
         else:
             with self._store.begin(policy_version, self.layout) as writer:
                 self._write(writer)
@@ -85,14 +81,10 @@ class Publisher:
 
     def _write(self, writer: VersionWriter) -> None:
         if self._staging is None:
-            write_tensors(writer, self._gathered())
+            write_tensors(writer, gathered_weights(self._model))
             return
         try:
-            write_tensors(writer, self._gathered(), self._staging.copy)
+            write_tensors(writer, gathered_weights(self._model), self._staging.copy)
             self._staging.finish()
         finally:
             self._staging.abandon()
-
-    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._weights.items():
-            yield name, full_tensor(tensor)

@@ -18,6 +18,7 @@ def run_with(*struck, **sections):
     tree["schedule"] = {"name": "laminar"}
     tree["buffer"] = {}
     tree["repack"] = {}
+    tree["evaluation"] = sections.pop("evaluation", None)
     tree["rollout"] |= {"replicas": 2, "max_running": 8, "restarts": 3, "on_lost_version": "regenerate"}
     tree["relay"] |= {"count": 2, "keep_versions": 2}
     tree["reward"] |= {"workers": 2, "on_invalid": "drop", "timeout_s": 3.0}
@@ -154,3 +155,23 @@ def test_a_host_takes_its_store_along():
     assert lines(run, "fault +HostLost .*hits rollout-1#1") == [4.0]
     assert lines(run, r"relay-1#2 -> controller: RelayJoined versions=\[\] ")
     assert run.report == "all steps made"
+
+
+HELD_OUT = {"source": {"type": "jsonl", "path": "held-out.jsonl"}, "prompts": 6, "samples": 2, "temperature": 1.0}
+
+
+def test_an_evaluation_goes_on_where_another_rollout_serves_its_version():
+    run = run_with(faults.Kill(at=2.6, worker="rollout-0"), evaluation=HELD_OUT | {"share": 1.0})
+    assert not run.violated
+    assert lines(run, "event +TrajectoryOrphaned trajectory=e1-")
+    assert lines(run, r"event +TrajectoryMoved trajectory=e1-.*rollout-1")
+    assert (run.happened["EvaluationFinished"], run.happened["EvaluationStartedOver"]) == (1, 0)
+
+
+def test_an_evaluation_starts_over_when_its_only_host_is_lost_with_its_version():
+    """Its host stays with version 0, of which the relays keep nothing by then."""
+    slow = HELD_OUT | {"prompts": 20, "share": 0.1}
+    run = run_with(faults.Kill(at=9.0, worker="rollout-0"), evaluation=slow, relay={"keep_versions": 1})
+    assert not run.violated
+    assert lines(run, "event +EvaluationStartedOver evaluation=1 goes_on_as=2 policy_version=0")
+    assert lines(run, "event +EvaluationFinished result=.*evaluation=2 ")

@@ -75,7 +75,12 @@ async def start(project: Path) -> AsyncIterator[Callable[..., Any]]:
     processes: list[asyncio.subprocess.Process] = []
 
     async def start_worker(
-        *, data: dict[str, Any], function: str = "reasoning_gym", model: str = "model", **variables: str
+        *,
+        data: dict[str, Any],
+        function: str = "reasoning_gym",
+        model: str = "model",
+        evaluation: dict[str, Any] | None = None,
+        **variables: str,
     ) -> EnvironmentProcess:
         config = ExperimentConfig.model_validate(
             {
@@ -83,6 +88,7 @@ async def start(project: Path) -> AsyncIterator[Callable[..., Any]]:
                 "model": {"path": model},
                 "data": data,
                 "reward": {"function": function},
+                "evaluation": evaluation,
                 "trainer": {"steps": 1, "groups_per_step": 1, "group_size": 2},
                 "controller": {"heartbeat_s": 0.05},
             }

@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,24 @@ async def test_the_users_mistakes_end_the_worker_with_a_message(
     assert failed.user_error
     assert failed.error.startswith("data.jsonl:1: not JSON")
     assert await worker.exit_status() == 2
+
+
+async def test_held_out_prompts_are_those_of_the_evaluation_and_scored_by_its_reward(
+    start_ready: Callable[..., Any], jsonl: Callable[..., dict[str, Any]], project: Path
+) -> None:
+    source = jsonl(*({"prompt": f"p{number}", "answer": "x"} for number in range(3)))
+    held_out = project / "held-out.jsonl"
+    held_out.write_text('{"prompt": "held", "answer": "4.0"}\n')
+    evaluation = {"source": {"type": "jsonl", "path": str(held_out)}, "reward_function": "numeric"}
+    worker = await start_ready(data={"source": source}, function="exact", evaluation=evaluation)
+
+    fetched = await worker.ask(FetchPrompts(start=0, count=4, evaluation=True))
+    assert [prompt.text for prompt in fetched.prompts] == ["held"]
+    assert (fetched.evaluation, fetched.exhausted) == (True, True)
+    trained = await worker.ask(FetchPrompts(start=0, count=2))
+    assert {prompt.text for prompt in trained.prompts} <= {"p0", "p1", "p2"} and not trained.evaluation
+
+    question = Scorer(project / "model").ask("t", "4", fetched.prompts[0])
+    assert (await worker.ask(question)).reward == 0.0  # exact: "4" is not "4.0"
+    assert (await worker.ask(replace(question, evaluation=True))).reward == 1.0  # numeric
+    assert await worker.shut_down() == 0

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from laminar.weights.store import WeightStore
 from laminar.weights.tensors import read_tensors
+from laminar.workers.trainer.adapter_files import gather_adapters
 from laminar.workers.trainer.checkpoint import load_checkpoint
+from laminar.workers.trainer.publish import Publisher
 from tests.workers.trainer.batches import largest_difference, parameters_of
 from tests.workers.trainer.ranks_driver import steps_with, weights_of
 
@@ -29,6 +31,8 @@ PPO = {
     "kl": {"coefficient": 0.1, "apply_to": "reward"},
     "entropy_coefficient": 0.01,
 }
+LORA = {"rank": 3, "alpha": 6.0}  # a rank that two do not share evenly
+LORA_STRATEGIES = ("data_parallel-lora", "fsdp-lora")
 TIMES = {"forward_backward_s", "optimizer_s"}
 
 
@@ -43,7 +47,7 @@ def two_ranks(tmp_path_factory, model_folder):
 
     folder = tmp_path_factory.mktemp("two-ranks")
     shared_memory = tmp_path_factory.mktemp("shared-memory")
-    for strategy in STRATEGIES:
+    for strategy in (*STRATEGIES, *LORA_STRATEGIES):
         config = ExperimentConfig.model_validate(
             {
                 "name": "test",
@@ -55,6 +59,7 @@ def two_ranks(tmp_path_factory, model_folder):
                     "group_size": 4,
                     "ranks": 2,
                     "strategy": strategy.partition("-")[0],
+                    "lora": LORA if strategy in LORA_STRATEGIES else None,
                     "optimizer": {"learning_rate": 1e-3},
                 },
                 "algorithm": algorithm_of(strategy),
@@ -68,7 +73,7 @@ def two_ranks(tmp_path_factory, model_folder):
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=250,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return folder, shared_memory
@@ -150,3 +155,28 @@ def test_both_ranks_tell_why_a_checkpoint_failed(two_ranks, results, strategy):
         assert "limited was not written: the trainer's state: " in result["limited_error"]
     assert not list((two_ranks[0] / strategy).glob("*refused*"))
     assert not list((two_ranks[0] / strategy).glob("*limited*"))
+
+
+@pytest.mark.parametrize("strategy", LORA_STRATEGIES)
+def test_adapters_on_two_ranks_equal_those_of_one(two_ranks, make_actor, shared_memory, strategy):
+    """What is trained, the KL to the base model, what is published, and what a checkpoint restores."""
+    folder, published = two_ranks[0] / strategy, two_ranks[1]
+    first, second = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    actor = make_actor(**OPTIONS | {"max_tokens_per_micro_batch": 10_000}, algorithm=GRPO, lora=LORA)
+    metrics = steps_with(actor)
+    assert largest_difference(load_file(folder / "weights.safetensors"), weights_of(actor)) < 1e-5
+    assert first["metrics"] == second["metrics"]
+    for ours, theirs in zip(first["metrics"], metrics, strict=True):
+        assert ours["kl_reference"] == pytest.approx(theirs["kl_reference"], rel=1e-3, abs=1e-6)
+    assert first["metrics"][1]["kl_reference"] > 0
+    store = WeightStore("run", "one-rank", base=shared_memory)
+    Publisher(actor, store).publish(1)
+    mine = dict(read_tensors(store.path(1)))
+    theirs = dict(read_tensors(WeightStore("run", strategy, base=published).path(1)))
+    assert largest_difference(mine, theirs) < 1e-5
+    for result in (first, second):
+        assert (result["checkpoint_error"], result["restored"], result["next_step_equal"]) == ("", True, True)
+    other = make_actor(lora=LORA)
+    load_checkpoint(other, folder / "checkpoint")
+    adapters = load_file(folder / "checkpoint" / "adapter" / "adapter_model.safetensors")
+    assert adapters and largest_difference(adapters, gather_adapters(other.model, keep=True)) == 0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from laminar.controller.journal.restore import Restored
-from laminar.observability.events import GroupDropped, TrajectoryFinished
+from laminar.observability.events import EvaluationStartedOver, GroupDropped, TrajectoryFinished
 from laminar.simulation.faults.invariants.invariant import Invariant, Observed
 from laminar.simulation.faults.invariants.once import EachPromptEndsOnce
 from laminar.trajectory import Group, TrajectoryState
@@ -33,7 +33,14 @@ class CountsAddUp(Invariant):
 
     def event_handlers(self) -> dict[type, Callable[[Any], None]]:
         """See `Invariant`."""
-        return {TrajectoryFinished: self._on_finished, GroupDropped: self._on_dropped}
+        return {
+            TrajectoryFinished: self._on_finished,
+            GroupDropped: self._on_dropped,
+            EvaluationStartedOver: self._on_started_over,
+        }
+
+    def _on_started_over(self, event: EvaluationStartedOver) -> None:
+        self._withdrawn += event.scores_pending
 
     def _on_finished(self, event: TrajectoryFinished) -> None:
         trajectory_id = event.trajectory.trajectory_id
@@ -49,10 +56,11 @@ class CountsAddUp(Invariant):
         self._withdrawn = 0
         self._left = restored.left
         unfinished = {t.trajectory_id for g in restored.groups for t in g.trajectories if t.finish_reason is None}
+        groups = {one: one.partition(".")[0] for one in self._finished}
         self._finished = {
             one: None
-            for one in self._finished
-            if one not in unfinished and int(one.partition(".")[0]) < restored.next_group
+            for one, group in groups.items()  # without those of evaluations, which never come again under these names
+            if one not in unfinished and group.isdecimal() and int(group) < restored.next_group
         }
 
     def recount(self) -> None:
@@ -95,9 +103,14 @@ class CountsAddUp(Invariant):
             for trajectory in group.trajectories:
                 in_progress += trajectory.state in PENDING
                 finished += trajectory.state is TrajectoryState.FINISHED
+        evaluation = self.controller.evaluator.running
+        if evaluation is not None:
+            in_progress += len(evaluation.in_progress)
+            finished += sum(trajectory.state is TrajectoryState.FINISHED for trajectory in evaluation.trajectories)
         if in_progress != len(self.controller.pool):
             self.fail(
-                f"{len(self.controller.pool)} trajectories in the pool, {in_progress} of outstanding groups in progress"
+                f"{len(self.controller.pool)} trajectories in the pool, {in_progress} of outstanding groups and of an evaluation "
+                "in progress"
             )
         with_environment = sum(t.state is TrajectoryState.ENVIRONMENT for t in self.controller.pool)
         if self.controller.turns.pending < with_environment:

@@ -20,6 +20,7 @@ from laminar.simulation.faults.fault_schedule import FaultSchedule
 from laminar.simulation.faults.injector import Injector
 from laminar.simulation.faults.invariants.counts import CountsAddUp
 from laminar.simulation.faults.invariants.ending import EndsAsItShould
+from laminar.simulation.faults.invariants.evaluations import EvaluationStaysApart
 from laminar.simulation.faults.invariants.exported_kv import ExportedKvGoesWithItsTrajectory
 from laminar.simulation.faults.invariants.health import OnlyTheHealthyWork
 from laminar.simulation.faults.invariants.invariant import Invariant, InvariantViolation, Observed
@@ -73,6 +74,7 @@ class Monitor:
             ExportedKvGoesWithItsTrajectory(observed),
             OnlyTheHealthyWork(observed),
             CountsAddUp(observed, ledger),
+            EvaluationStaysApart(observed),
             losses,
             self._liveness,
             self._ending,

@@ -70,6 +70,8 @@ class EachPromptEndsOnce(Invariant):
             )
 
     def _on_started(self, event: TrajectoryStarted) -> None:
+        if event.trajectory.evaluation is not None:
+            return  # held-out prompts have positions of their own; `evaluations.py` looks after them
         group_id, prompt_id = event.trajectory.group_id, event.trajectory.prompt.prompt_id
         if self._group_of.setdefault(prompt_id, group_id) != group_id or prompt_id in self.rejected:
             self.fail(f"prompt {prompt_id} is taken again, as group {group_id}")

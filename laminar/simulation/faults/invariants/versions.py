@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from laminar.config.held_out import max_evaluation_tokens
 from laminar.controller.journal.restore import Restored
 from laminar.observability.events import StepFinished, StepStarted, TrajectoryFinished, WeightsPublished
 from laminar.simulation.faults.invariants.invariant import Invariant, Observed
@@ -41,11 +42,12 @@ class OneVersionEachTokenOnce(Invariant):
         versions = trajectory.versions
         if not versions or versions[0] != (trajectory.policy_version, 0):
             self.fail(f"{who} of version {trajectory.policy_version} says {versions}")
-        if len(versions) > 1 and not self.controller.rollouts.schedule.interrupts:
+        evaluated = trajectory.evaluation is not None
+        if len(versions) > 1 and (evaluated or not self.controller.rollouts.schedule.interrupts):
             self.fail(f"{who} mixes versions: {versions}")
         token_ids = trajectory.response_token_ids()
         member = int(trajectory.trajectory_id.partition(".")[2])
-        expected, observations = self._expected(trajectory.prompt.prompt_id, member)
+        expected, observations = self._expected(trajectory.prompt.prompt_id, member, evaluated)
         if list(trajectory.observations()) != observations:
             self.fail(f"{who} has observations at {list(trajectory.observations())}; expected {observations}")
         for start, end in observations:
@@ -65,10 +67,10 @@ class OneVersionEachTokenOnce(Invariant):
                     f"{who}: tokens {start} to {end} were made by versions {sorted(made_by)}, not by {version} alone"
                 )
 
-    def _expected(self, prompt_id: int, member: int) -> tuple[int, list[tuple[int, int]]]:
+    def _expected(self, prompt_id: int, member: int, evaluated: bool) -> tuple[int, list[tuple[int, int]]]:
         """Tokens of the response, and where its observations are."""
         config, workload = self.run.config, self.run.workload
-        max_tokens = config.rollout.max_response_tokens
+        max_tokens = max_evaluation_tokens(config) if evaluated else config.rollout.max_response_tokens
         if not config.environment.multi_turn:
             return min(workload.response_tokens(prompt_id, member), max_tokens), []
         return whole_response(

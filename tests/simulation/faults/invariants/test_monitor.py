@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from laminar.controller.controller import Controller
+from laminar.controller.evaluation import Evaluation
+from laminar.controller.evaluator import Evaluator
 from laminar.controller.experience_buffer import ExperienceBuffer
 from laminar.controller.kv_exports import KvExports
 from laminar.controller.partial_response_pool import PartialResponsePool
@@ -37,6 +39,36 @@ COUNTS = "counts add up"
 CAUSE = "a worker is lost only for a cause"
 FURTHER = "nothing waits without limit"
 ENDS = "the run ends as it should"
+APART = "evaluation stays apart from training and is of one version"
+
+
+def with_evaluation(schedule):
+    return schedule.config.evaluation is not None
+
+
+def test_an_evaluation_that_takes_more_than_its_share_is_noticed(monkeypatch):
+    places = Evaluator._places
+    monkeypatch.setattr(Evaluator, "_places", lambda self: 2 * places(self))
+    assert first_violation(range(100), wanted=with_evaluation).violated == APART
+
+
+def test_an_evaluation_by_several_versions_is_noticed(monkeypatch):
+    monkeypatch.setattr(Evaluator, "claim", lambda self, replica: True)
+    monkeypatch.setattr(Evaluator, "_start_over", lambda self, evaluation: None)
+    # By the pool or by the figures, which refuse it and end the run; else by the invariant.
+    assert first_violation(range(100), wanted=with_evaluation).violated in (APART, ENDS)
+
+
+def test_an_evaluation_that_counts_as_training_is_noticed(monkeypatch):
+    make = Evaluation._make
+
+    def forgetful(self, number):
+        make(self, number)
+        for trajectory in self.trajectories:
+            trajectory.evaluation = None
+
+    monkeypatch.setattr(Evaluation, "_make", forgetful)
+    assert first_violation(range(100), wanted=with_evaluation) is not None
 
 
 def test_deltas_under_old_leases_are_noticed(monkeypatch):
