@@ -147,11 +147,12 @@ class Scene(Run):
 
     async def move(self):
         await self.holding.wait()
-        await asyncio.sleep(0.1)
-        self.stopped = True
         replicas = self.controller.rollouts.replicas
         source, target = replicas["rollout-0"], replicas["rollout-1"]
-        target.receiving += 1
+        target.receiving += 1  # from now on it stays with this version
+        await asyncio.sleep(0.1)
+        assert source.policy_version == target.policy_version
+        self.stopped = True
         await self.controller.driver.stop(source, target.name, export_kv=True)
         await source.stopped.wait()
         target.receiving -= 1

@@ -61,12 +61,17 @@ class Rollout:
         self.told = asyncio.Queue()
         config = a_config(rollout={"engine": "torch", "max_running": 8, "delta_interval_s": 0.01})
         session = SimpleNamespace(
-            config=config, name=f"rollout-{index}", send=self.said.put, messages=self.messages, welcome=None
+            config=config,
+            name=f"rollout-{index}",
+            send=self.said.put,
+            messages=self.messages,
+            welcome=None,
+            attached=True,
         )
         self.folder = KvFolder("r", base)
         self.courier = KvCourier(session.name, self.folder, "127.0.0.1", KEY) if moves else None
         self.engine = Engine()
-        self.task = asyncio.create_task(RolloutWorker(session, self.engine, (), self.courier).run())
+        self.task = asyncio.create_task(RolloutWorker(session, self.engine, (), courier=self.courier).run())
 
     async def messages(self):
         while (message := await self.told.get()) is not None:
