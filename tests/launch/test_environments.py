@@ -30,16 +30,15 @@ class Adder:
 
 
 @pytest.fixture
-async def start(tmp_path, monkeypatch):
+async def start(tmp_path):
     (tmp_path / "adder_environment.py").write_text(ENVIRONMENT)
-    paths = [str(tmp_path), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     make_model(tmp_path / "model", seed=0)
     runs = []
 
     async def start(**overrides):
         config, name = write_config(tmp_path, tmp_path / "model", **overrides)
-        run = await LiveRun(config, tmp_path / "run", name).start()
+        run = await LiveRun(config, tmp_path / "run", name).start(PYTHONPATH=paths)
         runs.append(run)
         return run
 
