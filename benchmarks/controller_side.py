@@ -166,6 +166,7 @@ class Measurement:
                 process.kill()
                 process.wait()
             channel.close()
+            self._controller.journal.close()
 
     def _journal(self) -> Journal | None:
         if not self._options.journal:
@@ -181,9 +182,8 @@ class Measurement:
 
     def journal_figures(self) -> dict[str, float]:
         """What the journal has taken in since the start."""
-        files = [self._run_dir / f"{JOURNAL}{end}" for end in ("", "-wal")]
         return {
-            "bytes": float(sum(file.stat().st_size for file in files if file.exists())),
+            "bytes": float((self._run_dir / JOURNAL).stat().st_size) if self._options.journal else 0.0,
             "transactions": float(self._controller.journal.transactions),
             "trajectories": float(self._counts.finished),
         }

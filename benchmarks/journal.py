@@ -6,8 +6,8 @@ Each round runs the production code twice (`controller_side.py`), in turn with a
 authenticated ZeroMQ: first at the pace of real rollouts, then at the highest rate that is offered. Figures are medians over
 the rounds.
 
-- bytes per trajectory: size of journal.sqlite and its write-ahead log at the end, by the trajectories that have finished; of
-  these `8 * --mean-tokens` are the tokens and logprobs themselves. Nothing is forgotten here, as between two checkpoints.
+- bytes per trajectory: size of journal.sqlite at the end, by the trajectories that have finished; of these `8 * --mean-tokens`
+  are the tokens and logprobs themselves. Nothing is forgotten here, as between two checkpoints.
 - share of the controller's time: CPU seconds of the process (the journal's thread and ZeroMQ's included) that it takes more
   with a journal, at the pace of real rollouts, by those that it takes with one.
 - throughput: tokens taken in per CPU second at the highest rate, with a journal over without.
