@@ -25,6 +25,9 @@ from loop_lag import LoopLag
 
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.controller import Controller
+from laminar.controller.journal.journal import Journal
+from laminar.controller.journal.tables import JOURNAL, create_journal
+from laminar.controller.journal.writer import ThreadWriter
 from laminar.errors import WorkerLost
 from laminar.launch import controller_process
 from laminar.launch.commands import expected_workers
@@ -51,6 +54,7 @@ class Options:
     rates: list[float]  # tokens/s offered, one measurement each; the first is the pace of real rollouts
     lag_limit_s: float  # stop after the first rate at which the lag is above
     profile: str = ""  # file for a cProfile of the last measurement
+    journal: bool = True  # write one, as a run does
 
 
 @dataclass(kw_only=True, slots=True)
@@ -151,6 +155,7 @@ class Measurement:
             run_dir=self._run_dir,
             expected_workers=expected_workers(self._config),
             restart=_no_restart,
+            journal=self._journal(),
         )
         try:
             await self._controller.run(self._launch, (self._lag.watch_forever, self._measure))
@@ -161,6 +166,27 @@ class Measurement:
                 process.kill()
                 process.wait()
             channel.close()
+            self._controller.journal.close()
+
+    def _journal(self) -> Journal | None:
+        if not self._options.journal:
+            return None
+        create_journal(self._run_dir / JOURNAL)
+        writer = ThreadWriter(self._run_dir / JOURNAL, on_trouble=_trouble, on_failure=_failed)
+        return Journal(
+            writer,
+            keep_checkpoints=self._config.trainer.keep_checkpoints,
+            keep_trained=True,  # until a checkpoint, which never comes: the file holds all that was ever written
+            limit_s=START_LIMIT_S,
+        )
+
+    def journal_figures(self) -> dict[str, float]:
+        """What the journal has taken in since the start."""
+        return {
+            "bytes": float((self._run_dir / JOURNAL).stat().st_size) if self._options.journal else 0.0,
+            "transactions": float(self._controller.journal.transactions),
+            "trajectories": float(self._counts.finished),
+        }
 
     async def _launch(self) -> None:
         self._start_load()
@@ -253,6 +279,14 @@ async def _profiled(path: str, seconds: float) -> None:
     profile.dump_stats(path)
 
 
+def _trouble(error: str) -> None:
+    raise OSError(f"the journal cannot be written: {error}")
+
+
+def _failed(error: Exception) -> None:
+    raise error
+
+
 async def _no_restart(name: str, reason: str) -> None:
     raise WorkerLost(f"{name} was lost: {reason}")
 
@@ -298,7 +332,8 @@ def main() -> None:
             runner.run(measurement.run())
     finally:
         directory.close()
-    print(json.dumps({"levels": [asdict(level) for level in measurement.levels]}))
+    figures = {"levels": [asdict(level) for level in measurement.levels], "journal": measurement.journal_figures()}
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

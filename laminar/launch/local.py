@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,10 +78,10 @@ class LocalLauncher:
             running.watch.cancel()
             _signal_group(running.process.pid, signal.SIGKILL)
 
-    async def stop(self, limit_s: float, hurry: asyncio.Event | None = None, spare: Sequence[int] = ()) -> list[str]:
+    async def stop(self, limit_s: float, hurry: asyncio.Event | None = None) -> list[str]:
         """Wait for all processes to end by themselves, then SIGTERM, then SIGKILL, each after `limit_s`.
 
-        `hurry` cuts the first of the three short; `spare` are processes of the run that stay.
+        `hurry` cuts the first of the three short.
 
         Returns the names of those that had to be signalled. Processes of this run that escaped their groups are killed.
         """
@@ -104,7 +104,7 @@ class LocalLauncher:
         for entry in running:
             _signal_group(entry.process.pid, signal.SIGKILL)  # what a dead group leader left behind
         for pid in processes_of_run(self._run_id):
-            if pid != os.getpid() and pid not in spare:
+            if pid != os.getpid():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         return forced

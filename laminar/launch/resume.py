@@ -81,8 +81,7 @@ def _choose_checkpoint(connection: sqlite3.Connection, run_id: str, run_dir: Pat
     rows = connection.execute("SELECT step, path, policy_version FROM checkpoints ORDER BY step DESC").fetchall()
     missing = []
     for step, name, version in rows:
-        # Where the run directory was moved, its checkpoints have moved with it.
-        folder = Path(name) if Path(name).is_dir() else run_dir / "checkpoints" / Path(name).name
+        folder = run_dir / "checkpoints" / Path(name).name  # where they are, too, when the run directory was moved
         if not folder.is_dir():
             missing.append(step)
             continue

@@ -39,7 +39,7 @@ class Supervisor:
         self._controller: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None  # to it
         self._hurry = asyncio.Event()
-        self._stopping = False  # the person asked for it while there was no controller
+        self._stopping = False  # the person has asked for it
 
     async def run(self) -> int:
         """Exit status of the run."""
@@ -120,8 +120,7 @@ class Supervisor:
             await stopping
 
     async def _stop(self, limit_s: float) -> None:
-        keep = self._controller.pid if self._controller is not None else 0
-        forced = await self._launcher.stop(limit_s, self._hurry, spare=(keep,))
+        forced = await self._launcher.stop(limit_s, self._hurry)
         self._tell({"stopped": forced})
 
     def _on_exit(self, command: Command, status: int) -> None:
@@ -133,11 +132,11 @@ class Supervisor:
 
     def _forward(self, number: int) -> None:
         """What the person asks for, to the controller: it has a session of its own, so a Ctrl-C reaches this process only."""
+        self._stopping = True
         if self._controller is not None and self._controller.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._controller.send_signal(number)
         else:
-            self._stopping = True
             self._hurry.set()
 
 

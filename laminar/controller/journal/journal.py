@@ -29,7 +29,7 @@ from laminar.observability.events import EventBus
 from laminar.trajectory import Group, Prompt, Trajectory
 
 FLUSH_S = 0.5  # at the latest; at once where somebody waits
-TAILS_S = 2.0  # between two looks at the tokens of unfinished trajectories
+TAILS_S = 5.0  # between two looks at the tokens of unfinished trajectories: their rollouts have them, too
 
 _SET = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
 _GROUP = "INSERT INTO groups (group_id, prompt_id, policy_version) VALUES (?, ?, ?)"

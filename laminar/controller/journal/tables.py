@@ -14,6 +14,8 @@ from laminar.errors import UserError
 
 JOURNAL = "journal.sqlite"
 FORMAT = "laminar journal 1"
+PAGE_BYTES = 8192  # of the database: a response's tokens take a few pages
+LOG_PAGES = 4000  # of the write-ahead log, until they are moved into the database
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -63,7 +65,9 @@ def connect(path: Path) -> sqlite3.Connection:
     where `Journal.durable` asks for it (before a checkpoint is written, and at the end of the run).
     """
     connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
+    connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
     connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
     connection.execute("PRAGMA synchronous = NORMAL")
     return connection
 
