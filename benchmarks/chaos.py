@@ -184,10 +184,14 @@ async def _recovered(run: ChaosRun, kind: str, worker: str, struck: float, under
     """When what the process did goes on without it, or anew."""
     match kind:
         case "controller":
-            names = list(run.well)
-            return await run.until(
-                lambda: all(run.well[name] for name in names), LIMIT_S, "all workers with the controller"
-            )
+            back = dict.fromkeys(run.pids, False)
+
+            def all_back() -> bool:
+                return all(run.first(struck, event_of("WorkerReady", worker=name)) for name in back)
+
+            when = await run.until(all_back, LIMIT_S, "all workers with the controller")
+            run.well.update(dict.fromkeys(back, True))  # rollouts have kept their weights
+            return when
         case "trainer":
             matches = event_of("TrainerRestarted")
         case "rollout":
@@ -263,7 +267,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", default="rollout,relay,trainer", help="which processes are struck, with commas")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="which processes are struck, with commas")
     parser.add_argument("--steps", type=int, help="steps that the data lasts for (4 per round, and 20)")
     parser.add_argument("--folder", type=Path, help="where the two run directories are kept; else they are removed")
     parser.add_argument("--json", action="store_true")

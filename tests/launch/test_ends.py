@@ -75,7 +75,7 @@ async def test_after_a_failure_during_the_start(start, model, tmp_path):
 
 
 async def test_after_a_failure_in_the_middle_of_a_step(start, model, tmp_path):
-    run = await start(model, trainer__steps=100000, reward__function="varied_reward:failing")
+    run = await start(model, trainer__steps=100000, reward__function="varied_reward:failing", reward__on_invalid="fail")
     await run.line(r"rollout-0 is ready")
     ports = run.listening()
     assert await run.end() == 1, run.output
