@@ -51,7 +51,7 @@ def check_function(key: str, path: str) -> None:
 
 
 def load_function(key: str, path: str) -> Callable[..., Any]:
-    """The function; imports its module.
+    """The function (or whatever else can be called, such as a class); imports its module.
 
     Raises:
         UserError: the module cannot be imported, or has no such function.
@@ -61,12 +61,12 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except BaseException as error:  # a module may raise anything while it is imported, sys.exit() included
+    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
         raise UserError(f"{key}: {path}: importing {module_name} failed: {in_one_line(error)}") from error
     try:
         found = attrgetter(name)(module)
     except AttributeError as error:
-        functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        functions = [name for name, value in vars(module).items() if inspect.isroutine(value) or inspect.isclass(value)]
         raise _no_such_function(key, path, functions) from error
     if not callable(found):
         raise UserError(f"{key}: {path}: is no function but {type(found).__name__}; name a function")
