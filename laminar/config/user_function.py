@@ -66,7 +66,7 @@ def load_function(key: str, path: str, kind: Kind = "function") -> Callable[...,
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except BaseException as error:  # a module may raise anything while it is imported, sys.exit() included
+    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
         raise UserError(f"{key}: {path}: importing {module_name} failed: {in_one_line(error)}") from error
     try:
         found = attrgetter(name)(module)

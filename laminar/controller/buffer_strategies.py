@@ -7,25 +7,20 @@ same groups at the same version are ranked the same in every run of a config.
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import math
-import os
-import re
-import sys
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
 
 from laminar.config.schema import ExperimentConfig
+from laminar.config.user_function import DOTTED_PATH, in_one_line, load_function
 from laminar.controller.schedules.schedule import ReadyGroup
 from laminar.errors import RunFailed, UserError
 
 KEY = "buffer.strategy"
 BUILT_IN = ("fifo", "freshest", "staleness_weighted")
-DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class BufferStrategy(Protocol):
@@ -100,7 +95,9 @@ class UserStrategy:
         except RunFailed:
             raise
         except Exception as error:  # foreign code raises what it likes
-            raise RunFailed(f"{KEY}: {self._name} failed at version {published_version}: {_text(error)}") from error
+            raise RunFailed(
+                f"{KEY}: {self._name} failed at version {published_version}: {in_one_line(error)}"
+            ) from error
         return [*ranked, *left.values()]
 
 
@@ -125,7 +122,7 @@ def load_strategy(config: ExperimentConfig) -> BufferStrategy:
             rank = getattr(make(config), "rank", None)
         except Exception as error:  # foreign code raises what it likes
             raise UserError(
-                f"{KEY}: {name}: making it with the config failed: {_text(error)}; mend the class"
+                f"{KEY}: {name}: making it with the config failed: {in_one_line(error)}; mend the class"
             ) from error
     try:
         inspect.signature(rank).bind([], published_version=0)
@@ -148,24 +145,7 @@ def _import(name: str) -> Any:
         raise UserError(
             f"{KEY}: {name!r}; expected {', '.join(BUILT_IN)} or a dotted path package.module:function{hint}"
         )
-    module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
-        raise UserError(
-            f"{KEY}: {name}: importing {module_name} failed: {_text(error)}; expected a module in the working directory "
-            f"({os.getcwd()}) or in the Python environment; install it, mend it or correct the name"
-        ) from error
-    try:
-        return attrgetter(attribute)(module)
-    except AttributeError as error:
-        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        near = difflib.get_close_matches(attribute, there, n=3) or sorted(there)[:10]
-        raise UserError(
-            f"{KEY}: {name}: {module_name} has no {attribute!r}; it has: {', '.join(near) or 'nothing to call'}"
-        ) from error
+    return load_function(KEY, name)
 
 
 def evictions(
@@ -199,7 +179,3 @@ def evictions(
 
 def _group_id(group: ReadyGroup) -> int:
     return group.group_id
-
-
-def _text(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -116,12 +116,12 @@ def test_a_ranking_that_is_none_ends_the_run_and_names_the_strategy(returned, co
 @pytest.mark.parametrize(
     "text, path, complaint",
     [
-        ("", "{name}:rank", "has no 'rank'; it has: nothing to call"),
-        ("def rang(ready, *, published_version): ...", "{name}:rank", "it has: rang"),
+        ("", "{name}:rank", "has no 'rank'; its functions are: none"),
+        ("def rang(ready, *, published_version): ...", "{name}:rank", "its functions are: rang"),
         ("import nowhere_to_be_found", "{name}:rank", "importing .* failed: ModuleNotFoundError"),
         ("raise SystemExit(3)", "{name}:rank", "importing .* failed: SystemExit: 3"),
         ("def rank(ready): ...", "{name}:rank", "cannot be called as rank"),
-        ("rank = 5", "{name}:rank", "cannot be called as rank"),
+        ("rank = 5", "{name}:rank", "is no function but int"),
         ("async def rank(ready, *, published_version): ...", "{name}:rank", "is async"),
         ("class Own: ...", "{name}:Own", "making it with the config failed"),
         ("class Own:\n    def __init__(self, config): ...", "{name}:Own", "cannot be called as rank"),
