@@ -1,6 +1,6 @@
 """What repack costs and gains: the planner's time, real runs with and without it, and simulated clusters.
 
-    python benchmarks/repack.py [--parts planner real simulated] [--model models/tiny] [--engine torch] [--seeds 3]
+    python benchmarks/repack.py [--parts planner real kv simulated] [--model models/tiny] [--engine torch] [--seeds 3]
                                 [--pace-ms 100] [--steps 16] [--study configs/simulation/repack.yaml] [--set ...] [--json]
 
 - planner: 1024 rollouts, half of them draining, and how its time grows; CPU milliseconds, the best of several.
@@ -9,14 +9,14 @@
   `--pace-ms` holds each decode step of the torch engine to a shortest time. The two runs of a seed are made at the same
   time, so that whatever else the machine does meets both.
 - simulated: the study's clusters with and without repack, in virtual time.
-- KV: `kv_moves.py`, where it is there.
+- kv: the pause of a move with KV over one with a prefill, per context length, by `kv_moves.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +34,7 @@ from laminar.controller.repack_planner import RepackBounds, RolloutObservation, 
 from laminar.simulation.study.config import load_study
 from laminar.simulation.study.run_study import simulate
 
-PARTS = ("planner", "real", "simulated")
+PARTS = ("planner", "real", "kv", "simulated")
 PLANNED = (64, 256, 1024, 4096)  # rollouts
 ROUNDS = 7
 PAPER = {"generation_gain": 0.26, "overhead_s": 0.69}
@@ -143,12 +143,11 @@ def measure_simulated(study: Path, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def measure_kv_moves() -> dict[str, Any]:
-    """`kv_move_over_reprefill` of the benchmark of KV moves; empty where that is not there."""
-    if importlib.util.find_spec("kv_moves") is None:
-        return {}
-    module = importlib.import_module("kv_moves")
-    return {"kv_move_over_reprefill": module.measure()["kv_move_over_reprefill"]}
+def measure_kv_moves(engine: str) -> dict[str, Any]:
+    """`kv_move_over_reprefill` of the benchmark of KV moves, by context length; raises CalledProcessError if that fails."""
+    command = [sys.executable, str(Path(__file__).with_name("kv_moves.py")), "--engines", engine, "--json"]
+    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    return {"kv_move_over_reprefill": json.loads(answer.stdout)["kv_move_over_reprefill"]}
 
 
 def show(figures: dict[str, Any]) -> None:
@@ -204,7 +203,8 @@ def main() -> None:
         figures |= measure_planner()
     if "real" in options.parts:
         figures |= measure_real(options, lambda text: print(text, file=sys.stderr, flush=True))
-        figures |= measure_kv_moves()
+    if "kv" in options.parts:
+        figures |= measure_kv_moves(options.engine)
     if "simulated" in options.parts:
         figures |= measure_simulated(options.study, options.set)
     if options.json:

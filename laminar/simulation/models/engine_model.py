@@ -170,6 +170,10 @@ class RooflineEngine(EngineBatch):
         """Seconds of prefill per token of context, for a context of usual length."""
         return self._costs.prefill_seconds(USUAL_CONTEXT, 0) / USUAL_CONTEXT
 
+    def kv_move_s_per_token(self) -> float:
+        """Seconds to take in the KV of a token."""
+        return self._costs.kv_import_seconds(USUAL_CONTEXT) / USUAL_CONTEXT
+
     def statistics(self, now: float) -> EngineStatistics:
         """Where the time went, up to now."""
         self._process(now)

@@ -334,7 +334,9 @@ class ModelledRollout(ModelledWorker):
             seconds=np.array(seconds, np.float32),
             kv_utilization=np.array(kv_utilization, np.float32),
         )
-        return replace(self._load(), steps=steps, prefill_s_per_token=self.engine.prefill_s_per_token())
+        engine = self.engine
+        prefill_s, kv_move_s = engine.prefill_s_per_token(), engine.kv_move_s_per_token()
+        return replace(self._load(), steps=steps, prefill_s_per_token=prefill_s, kv_move_s_per_token=kv_move_s)
 
     # ------------------------------------------------------------ weights
 

@@ -248,6 +248,9 @@ async def test_it_reports_its_load_when_asked():
     await bench.tell(messages.ReportLoad())
     (load,) = await bench.listen(0.1)
     assert load.running == 2 and load.waiting == 0 and 0 < load.kv_utilization < 1
+    assert load.steps.running.tolist() == [2] and load.steps.seconds[0] > 0
+    assert load.steps.kv_utilization.tolist() == pytest.approx([load.kv_utilization])
+    assert load.prefill_s_per_token > load.kv_move_s_per_token > 0
 
 
 @in_virtual_time

@@ -12,6 +12,7 @@ from laminar.workers.rollout.kv_courier import KvCourier
 from laminar.workers.rollout.kv_file import shard_path
 from laminar.workers.rollout.kv_folder import KvFolder
 from laminar.workers.rollout.main import RolloutWorker
+from laminar.workers.rollout.step_times import StepTimes
 from tests.run_parts import a_config
 from tests.workers.rollout.kv_files import write_kv
 
@@ -24,6 +25,7 @@ class Engine:
     def __init__(self):
         self.ends = {}
         self.imported = []  # contents of files
+        self.step_times = StepTimes()
 
     async def generate(self, request):
         end = self.ends[request.request_id] = asyncio.get_running_loop().create_future()
@@ -202,7 +204,8 @@ async def test_a_neighbour_removes_what_a_lost_rollout_has_left(bases):
     assert neighbour.files() == [f"{reference.name}.0"]
     neighbour.told.put_nowait(messages.DropKv(names=(), exporters=("rollout-0",)))
     neighbour.told.put_nowait(messages.ReportLoad())
-    await neighbour.next(messages.RolloutLoad)
+    load = await neighbour.next(messages.RolloutLoad)
+    assert load.steps is not None  # the answer to a poll says what decode steps took
     assert neighbour.files() == []
     await source.close()
     await neighbour.close()
