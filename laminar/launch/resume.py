@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from laminar.config.changes import check_changes
-from laminar.config.data_schema import JsonlSource
+from laminar.config.data_schema import FileSource
 from laminar.config.load import to_yaml
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.journal.restore import read_meta
@@ -69,9 +69,11 @@ def _check_fingerprints(config: ExperimentConfig, meta: dict[str, str]) -> None:
             "that model. Put them back, or start a new run"
         )
     if now["data"] != meta["data"]:
-        where = config.data.source.path if isinstance(config.data.source, JsonlSource) else "data.source"
+        files = ", ".join(
+            dict.fromkeys(str(path.parent if path.suffix == ".parquet" else path) for path in _data_files(config))
+        )
         raise UserError(
-            f"data.source: {where} has changed since the run began, and prompts are told by their position in it. "
+            f"data.source: {files} has changed since the run began, and prompts are told by their position in it. "
             "Put it back as it was, or start a new run"
         )
 
@@ -126,10 +128,18 @@ def _model(folder: Path) -> str:
 
 
 def _data(config: ExperimentConfig) -> str:
-    if not isinstance(config.data.source, JsonlSource):
-        return "generated"  # by the config alone
+    """Of all files that prompts are read from their contents; what is generated follows from the config alone."""
     digest = hashlib.sha256()
-    with open(config.data.source.path, "rb") as file:
-        while piece := file.read(READ_BYTES):
-            digest.update(piece)
+    for path in _data_files(config):
+        digest.update(f"{path.name}\n".encode())
+        with open(path, "rb") as file:
+            while piece := file.read(READ_BYTES):
+                digest.update(piece)
     return digest.hexdigest()
+
+
+def _data_files(config: ExperimentConfig) -> Iterator[Path]:
+    for _, source in config.data.single_sources():
+        if isinstance(source, FileSource):
+            path = Path(source.path)
+            yield from sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else (path,)

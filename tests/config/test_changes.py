@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar.config.changes import changes, check_changes, rule
+from laminar.config.changes import RULES, changes, check_changes, rule
 from laminar.config.describe import all_keys
 from laminar.config.schema import ExperimentConfig
 from laminar.errors import UserError
@@ -34,6 +34,11 @@ def test_what_decides_about_the_past_may_not(key):
 
 def test_every_key_has_a_rule():
     assert all(rule(key) is None or len(rule(key)) > 10 for key in all_keys(ExperimentConfig))
+
+
+def test_every_rule_is_about_a_key():
+    keys = list(all_keys(ExperimentConfig))
+    assert not [name for name in RULES if name and not any(f"{key}.".startswith(f"{name}.") for key in keys)]
 
 
 def test_changes_are_named_with_both_values():

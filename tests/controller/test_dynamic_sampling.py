@@ -117,6 +117,7 @@ def test_refills_are_no_stall_for_the_trainer(tmp_path):
     config = fakes.experiment(
         algorithm__dynamic_sampling={"enabled": True},
         controller__step_timeout_s=1,
+        reward__calls_per_worker=1,
         rollout__replicas=1,
         rollout__max_running=4,
         trainer__steps=1,
