@@ -157,6 +157,9 @@ class RolloutFleet:
                 self.orphan(trajectory)
         for name in self._awaited:
             self._restarting[name] = self._spawn(self._await_back(name, patience_s(name)), f"await {name}")
+        if not self._awaited:
+            reason = "all had left before the controller was started again"
+            self._spawn(self._wait_for_another(reason), "wait for a rollout")
 
     async def _await_back(self, name: str, patience_s: float) -> None:
         mine = asyncio.current_task()

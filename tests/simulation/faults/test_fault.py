@@ -26,6 +26,7 @@ def one_of_each():
         faults.Remove(at=3.0, worker="rollout-1"),
         faults.Drain(at=3.0, moment="loss", worker="rollout-1"),
         faults.SpotNotice(at=3.0, worker="rollout-1", seconds=5.0),
+        faults.BadTurn(at=0.0, how="raise", count=1),
         faults.ControllerLost(at=9.0, moment="loss", delay_s=0.1),
         faults.HostLost(at=9.0, relay=1),
     ]
