@@ -119,6 +119,8 @@ class EndsAsItShould(Invariant):
         if message.startswith("data.max_prompt_tokens: all"):
             prompts = self.controller.prompts
             return "prompts that are all too long" if prompts.exhausted and prompts.rejected == prompts.cursor else ""
+        if message.startswith("evaluation.source: none"):
+            return "held-out prompts that are all too long" if self._held_out_too_long() else ""
         if "(trainer.restarts)" in message:
             return "the trainer's losses, more than trainer.restarts" if self._trainer_given_up() else ""
         workers = WORKER.findall(message)
@@ -129,6 +131,11 @@ class EndsAsItShould(Invariant):
         if not workers:
             return ""
         return self._lost_worker(workers[0], message)
+
+    def _held_out_too_long(self) -> bool:
+        evaluation, limit = self.run.config.evaluation, self.run.config.data.max_prompt_tokens
+        lengths = [self.run.workload.prompt_tokens(prompt) for prompt in range(evaluation.prompts if evaluation else 0)]
+        return bool(lengths) and min(lengths) > limit
 
     def _lost_worker(self, name: str, message: str) -> str:
         if self._losses.cause(name) is None:
