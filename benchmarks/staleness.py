@@ -4,7 +4,7 @@
     python benchmarks/staleness.py --plot docs/staleness.svg    # and the plot of docs/algorithms.md
     python benchmarks/staleness.py --staleness 0 8 --seeds 0    # quicker
 
-The task: repeat a prompt of four symbols; the reward is the share of them that are right, by chance 1/8. Step n trains on
+The task: repeat a symbol four times; the reward is the share that is right, by chance 1/16. Step n trains on
 trajectories that version n - 1 - staleness has sampled, as a pipeline of that depth would give it; nothing else differs.
 """
 
@@ -37,10 +37,10 @@ from laminar.protocol.messages import TrainStep
 from laminar.workers.trainer.actor import Actor
 from laminar.workers.trainer.ranks import Ranks
 
-SYMBOLS, LENGTH = 8, 4
-GROUPS, GROUP_SIZE, MINI_BATCHES = 32, 8, 2
-STEPS, EVALUATE_EVERY, EVALUATED_PROMPTS = 60, 10, 256
-LEARNING_RATE = 1e-2  # high: with a low one, even what is 8 versions old is hardly stale
+SYMBOLS, LENGTH = 16, 4
+GROUPS, GROUP_SIZE, MINI_BATCHES = 16, 8, 2
+STEPS, EVALUATE_EVERY, EVALUATED_PROMPTS = 60, 6, 256
+LEARNING_RATE = 6e-3  # high: with a low one, even what is 8 versions old is hardly stale
 
 # name -> (the section `algorithm`, what it does)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -183,7 +183,7 @@ def snapshot(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def sample(
     model: PreTrainedModel,
-    prompts: NDArray[np.int64],  # int64 [B, LENGTH]
+    prompts: NDArray[np.int64],  # int64 [B, 1]
     generator: torch.Generator | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """(responses, their logprobs), both [B, LENGTH]."""
@@ -194,12 +194,12 @@ def sample(
         chosen = torch.multinomial(distribution.exp(), 1, generator=generator)
         logprobs.append(distribution.gather(-1, chosen))
         token_ids = torch.cat([token_ids, chosen], 1)
-    return token_ids[:, LENGTH:].numpy(), torch.cat(logprobs, 1).numpy()
+    return token_ids[:, 1:].numpy(), torch.cat(logprobs, 1).numpy()
 
 
 def train_step(sampler: PreTrainedModel, step: int, random: np.random.Generator) -> TrainStep:
     """A batch as the controller would send it."""
-    prompts = np.repeat(random.integers(0, SYMBOLS, (GROUPS, LENGTH)), GROUP_SIZE, axis=0)
+    prompts = np.repeat(random.integers(0, SYMBOLS, (GROUPS, 1)), GROUP_SIZE, axis=0)
     responses, logprobs = sample(sampler, prompts)
     number = len(prompts)
     return TrainStep(
@@ -210,7 +210,7 @@ def train_step(sampler: PreTrainedModel, step: int, random: np.random.Generator)
         publish_version=step,
         group_ids=np.repeat(np.arange(GROUPS, dtype=np.int64), GROUP_SIZE),
         rewards=(prompts == responses).mean(1).astype(np.float32),
-        prompt_lengths=np.full(number, LENGTH, np.int32),
+        prompt_lengths=np.ones(number, np.int32),
         response_lengths=np.full(number, LENGTH, np.int32),
         token_ids=np.concatenate([prompts, responses], 1).astype(np.int32).ravel(),
         loss_mask=np.ones(number * LENGTH, np.uint8),
@@ -221,7 +221,7 @@ def train_step(sampler: PreTrainedModel, step: int, random: np.random.Generator)
 
 def evaluate(model: PreTrainedModel, seed: int) -> float:
     """Mean reward of fresh samples, on prompts and with draws that are the same for all variants of a seed."""
-    prompts = np.random.default_rng([seed, 1]).integers(0, SYMBOLS, (EVALUATED_PROMPTS, LENGTH))
+    prompts = np.random.default_rng([seed, 1]).integers(0, SYMBOLS, (EVALUATED_PROMPTS, 1))
     responses, _ = sample(model, prompts, torch.Generator().manual_seed(seed))
     return float((prompts == responses).mean())
 
