@@ -181,7 +181,8 @@ class WorkerRegistry:
         try:
             await self._channel.send(worker.peer, message)
         except PeerGone as error:
-            self.lost(name, str(error))
+            if reason := self._closed(worker, str(error)):  # else somebody who knows more is about to tell
+                self.lost(name, reason)
             raise WorkerLost(str(error)) from error
 
     async def send_all(self, message: object) -> None:

@@ -9,10 +9,12 @@ Imports no torch: relays use it too. `laminar.weights.tensors` gives torch views
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from laminar.errors import UserError
@@ -125,6 +127,19 @@ class WeightStore:
     def open(self, policy_version: int) -> VersionReader:
         """Map a committed version. Raises FileNotFoundError if it is not (or no longer) there."""
         return VersionReader(self.path(policy_version))
+
+    @contextlib.contextmanager
+    def hold(self, policy_version: int) -> Iterator[str]:
+        """A committed version's file, by a path at which all processes of this user find it, whatever retention does meanwhile.
+
+        Raises:
+            FileNotFoundError: the version is not (or no longer) there.
+        """
+        fd = os.open(self.path(policy_version), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield f"/proc/{os.getpid()}/fd/{fd}"
+        finally:
+            os.close(fd)
 
     def retain(self, keep: int, keep_bytes: int | None = None) -> list[int]:
         """Unlink all but the newest versions and return those that went. Readers keep what they have mapped.

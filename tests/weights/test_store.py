@@ -186,6 +186,22 @@ def test_retain_unlinks_old_versions_without_disturbing_readers(store):
     assert (view == 2).all()
 
 
+def test_a_version_that_is_held_can_be_read_by_other_processes_whatever_retention_does(store):
+    commit(store, 1, value=5)
+    with store.hold(1) as path:
+        commit(store, 2)
+        assert store.retain(1) == [1]
+        code = (
+            "import sys; from laminar.weights.version_file import VersionReader\n"
+            "with VersionReader(sys.argv[1]) as reader: print(reader.policy_version, reader.buffer[0])"
+        )
+        said = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+        assert said.stdout.split() == ["1", "5"]
+    assert not os.path.exists(path)
+    with pytest.raises(FileNotFoundError), store.hold(1):
+        pass
+
+
 def test_retain_bounds_the_bytes_too_but_never_drops_the_newest(store):
     for version in range(5):
         commit(store, version)

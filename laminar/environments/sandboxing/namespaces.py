@@ -69,8 +69,9 @@ def enter_root(folder: str, *, readable: tuple[str, ...], scratch_bytes: int, fi
         _bind(path, folder + path)
     for place in (SCRATCH, "/proc"):
         os.mkdir(folder + place)
-    os.symlink(SCRATCH, folder + "/tmp")
-    os.symlink(SCRATCH, folder + "/dev/shm")
+    for place in ("/tmp", "/dev/shm"):
+        if not os.path.lexists(folder + place):  # else Python itself lies there
+            os.symlink(SCRATCH, folder + place)
     kernel.make_read_only(folder)
     options = f"size={scratch_bytes},nr_inodes={_SCRATCH_FILES},mode=700"
     kernel.mount("tmpfs", folder + SCRATCH, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)

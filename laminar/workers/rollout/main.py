@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -290,25 +291,35 @@ class RolloutWorker:
             await self._session.send(pulled)
             return
         store = WeightStore(self._session.welcome.run_id, message.store)
-        newest = store.newest()
-        version = message.policy_version if message.exact or newest is None else newest
-        path = store.path(version)
-        if version < message.policy_version or not path.exists():
-            error = f"store {message.store} does not hold it (its newest is {newest})"
-            await self._session.send(messages.PullFailed(policy_version=message.policy_version, error=error))
-            return
-        try:
-            await self._engine.load_weights(str(path), version)
-        except ValueError as error:  # another model's weights: every version would fail like this one
-            raise UserError(f"version {version} cannot be loaded: {error}") from error
+        with contextlib.ExitStack() as held:
+            version, path = _hold(store, message, held)
+            if path is None:
+                error = f"store {message.store} does not hold it (its newest is {store.newest()})"
+                await self._session.send(messages.PullFailed(policy_version=message.policy_version, error=error))
+                return
+            try:
+                await self._engine.load_weights(path, version)
+            except ValueError as error:  # another model's weights: every version would fail like this one
+                raise UserError(f"version {version} cannot be loaded: {error}") from error
+            nbytes = os.stat(path).st_size
         self._served = version
         await self._session.send(
-            messages.WeightsPulled(
-                policy_version=version,
-                seconds=loop.time() - started,
-                nbytes=path.stat().st_size if path.exists() else 0,
-            )
+            messages.WeightsPulled(policy_version=version, seconds=loop.time() - started, nbytes=nbytes)
         )
+
+
+def _hold(store: WeightStore, pull: messages.PullWeights, held: contextlib.ExitStack) -> tuple[int, str | None]:
+    """The version to load, and its file, which retention does not take away from now on; None: it is not there."""
+    while True:
+        newest = store.newest()
+        version = pull.policy_version if pull.exact or newest is None else newest
+        if version < pull.policy_version:
+            return version, None
+        try:
+            return version, held.enter_context(store.hold(version))
+        except FileNotFoundError:
+            if pull.exact or store.newest() == newest:
+                return version, None  # else a newer one has come, and taken its place
 
 
 def _request_id(trajectory_id: str, lease: int) -> str:
