@@ -111,7 +111,7 @@ def turn(engine, stops):
     )
 
     async def main():
-        worker = RolloutWorker(Session(), engine, (), stops)
+        worker = RolloutWorker(Session(), engine, (), stop_texts=stops)
         made = []
         async for one in worker._turn(request):
             made.append((one.token_ids.tolist(), len(one.logprobs), one.finish_reason, engine.open))

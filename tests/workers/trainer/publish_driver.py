@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from laminar.config.schema import ExperimentConfig
 from laminar.weights.store import WeightStore
-from laminar.workers.trainer import publish as publish_module
+from laminar.workers.trainer import lora as lora_module
 from laminar.workers.trainer.actor import Actor
 from laminar.workers.trainer.parallel import full_tensor
 from laminar.workers.trainer.publish import Publisher
@@ -54,7 +54,7 @@ def main() -> None:
         Actor(config, ranks), WeightStore("run", "relay-0", base=shared_memory) if ranks.rank == 0 else None
     )
     gatherer = Gatherer()
-    with patch.object(publish_module, "full_tensor", gatherer.full_tensor):
+    with patch.object(lora_module, "full_tensor", gatherer.full_tensor):
         publisher.publish(0)
     figures = {
         "peak_bytes": gatherer.peak_bytes,

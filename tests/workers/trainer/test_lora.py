@@ -51,7 +51,7 @@ def trained(make_actor, *, steps=3, lora=None, **options):
 
 
 def saved(actor, path):
-    answer = save_checkpoint(actor, SaveCheckpoint(step=1, policy_version=1, path=str(path), state="{}"))
+    answer = save_checkpoint(actor, SaveCheckpoint(order=1, step=1, policy_version=1, path=str(path), state="{}"))
     assert answer.error == ""
     return answer
 
