@@ -162,7 +162,10 @@ def gathered_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in published_weights(model).items():
         whole = full_tensor(tensor)
         layer = layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        yield name, whole if layer is None else _merged(whole, layer)
+        if layer is not None:
+            whole = _merged(whole, layer)
+        yield name, whole
+        del whole  # before the next one is gathered
 
 
 def _merged(whole: torch.Tensor, layer: Any) -> torch.Tensor:

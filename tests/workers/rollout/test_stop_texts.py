@@ -113,7 +113,7 @@ def turn(engine, stops):
     async def main():
         worker = RolloutWorker(Session(), engine, (), stop_texts=stops)
         made = []
-        async for one in worker._turn(request):
+        async for one in worker._turn(None, request):
             made.append((one.token_ids.tolist(), len(one.logprobs), one.finish_reason, engine.open))
         return made
 
