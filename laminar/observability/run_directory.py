@@ -139,7 +139,6 @@ class RunDirectory:
         self.checkpoints.mkdir(exist_ok=True)
         for name in ("metrics", "trajectories", "evaluations", "events"):
             self._lines[name] = JsonLines(self.path / f"{name}.jsonl", self._on_write_error)
-        self._lines["trace"] = JsonLines(self._new_trace(), self._on_write_error, array=True)
 
     def _new_trace(self) -> Path:
         """One per controller: its clock, and what it had under way, end with it."""
@@ -156,6 +155,7 @@ class RunDirectory:
 
     def record(self, events: EventBus, now: Callable[[], float]) -> None:
         """Write down what happens from now on; `now` is the controller's clock, in seconds."""
+        self._lines["trace"] = JsonLines(self._new_trace(), self._on_write_error, array=True)
         self._events, self._now, self._started = events, now, now()
         Trace(events, lambda: now() - self._started, lambda lines: self._write("trace", lines))
         events.subscribe(self._on_metrics, MetricsReported)

@@ -53,7 +53,7 @@ async def test_after_all_steps(start, model, tmp_path):
     check_nothing_is_left(run, tmp_path, ports)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM])
 async def test_after_a_signal(start, model, tmp_path, number):
     run = await start(model, trainer__steps=100000)
     await run.line(r"^ *1/")
