@@ -53,12 +53,11 @@ async def test_after_all_steps(start, model, tmp_path):
     check_nothing_is_left(run, tmp_path, ports)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM])
-async def test_after_a_signal(start, model, tmp_path, number):
+async def test_after_sigterm(start, model, tmp_path):
     run = await start(model, trainer__steps=100000)
     await run.line(r"^ *1/")
     ports = run.listening()
-    run.process.send_signal(number)
+    run.process.send_signal(signal.SIGTERM)
     assert await run.end() == 0, run.output
     assert "as asked" in run.output
     check_nothing_is_left(run, tmp_path, ports)
