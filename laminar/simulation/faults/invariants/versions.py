@@ -11,7 +11,7 @@ from typing import Any
 
 from laminar.config.held_out import max_evaluation_tokens
 from laminar.controller.journal.restore import Restored
-from laminar.observability.events import StepFinished, StepStarted, TrajectoryFinished, WeightsPublished
+from laminar.observability.events import StepFinished, StepStarted, TrajectoryFinished, WeightsPublished, WorkerJoined
 from laminar.simulation.faults.invariants.invariant import Invariant, Observed
 from laminar.simulation.models.turns import OBSERVATION_TOKEN, whole_response
 from laminar.trajectory import Trajectory
@@ -87,10 +87,18 @@ class VersionsGrow(Invariant):
         super().__init__(run)
         self._newest = -1
         self._trained_since = False
+        self._pid: int | None = None  # the trainer's
 
     def event_handlers(self) -> dict[type, Callable[[Any], None]]:
         """See `Invariant`."""
-        return {WeightsPublished: self._on_published, StepStarted: self._on_started}
+        return {WeightsPublished: self._on_published, StepStarted: self._on_started, WorkerJoined: self._on_joined}
+
+    def _on_joined(self, event: WorkerJoined) -> None:
+        """A trainer that was started anew holds the initial model, version 0, until it has loaded a checkpoint."""
+        if event.worker == "trainer-0" and event.pid != self._pid:
+            self._pid = event.pid
+            if self._newest == 0:
+                self._trained_since = False
 
     def taken_up(self, restored: Restored) -> None:
         """See `Invariant`."""
