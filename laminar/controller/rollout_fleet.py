@@ -55,6 +55,7 @@ class RolloutFleet:
         """`restart(name, reason)` starts a rollout's process (anew), or raises WorkerLost if it cannot."""
         self.replicas: dict[str, Replica] = {}
         self.serving: Counter[int] = Counter()  # rollouts by version
+        self._at_work: int | None = None  # None: to be counted again
         self.relay_of: dict[str, Relay] = {}  # rollouts of the run, those included that are being brought back
         self.by_hand = config.launch.rollouts == "manual"  # whoever starts them brings them back
         rollout = config.rollout
@@ -229,7 +230,10 @@ class RolloutFleet:
     @property
     def at_work(self) -> int:
         """Rollouts that share what is to be generated."""
-        return sum(self.health.health(name) in (Health.STARTING, Health.HEALTHY) for name in self.replicas)
+        if self._at_work is None:  # asked at every fill of every rollout
+            health = self.health.health
+            self._at_work = sum(health(name) in (Health.STARTING, Health.HEALTHY) for name in self.replicas)
+        return self._at_work
 
     def wake_all(self) -> None:
         """Something changed that may let a rollout go on."""
@@ -291,6 +295,7 @@ class RolloutFleet:
         )
         self._claim(replica)
         self.replicas[replica.name] = replica
+        self._at_work = None
         self.serving[replica.policy_version] += 1
         self.relay_of[replica.name] = replica.relay
         self._by_relay.setdefault(replica.relay.rank, {})[replica.name] = replica
@@ -325,6 +330,7 @@ class RolloutFleet:
     def _take_out(self, replica: Replica) -> int:
         """It is not there any more; returns how many of its trajectories are orphans now."""
         del self.replicas[replica.name]
+        self._at_work = None
         mine = asyncio.current_task()
         for task in replica.tasks:
             if task is not mine:
@@ -461,5 +467,6 @@ class RolloutFleet:
             raise RunFailed(f"no rollout is left: {reason}") from None
 
     def _on_health(self, member: Member) -> None:
+        self._at_work = None
         event = RolloutHealthChanged(rollout=member.name, health=member.health.value, reason=member.reason)
         self._events.emit(event)
