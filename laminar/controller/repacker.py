@@ -85,12 +85,10 @@ class Repacker:
                         await self._all_heard.wait()
                 except TimeoutError:
                     pass
-                planned = self.plan(only_fresh=True)
+                wanted, self._asked = self._enabled or self._asked, False
+                found = self.plan(only_fresh=True).moves if wanted else []
                 self._use_up_observations()
-                if not (self._enabled or self._asked):
-                    continue
-                self._asked = False
-                for move in planned.moves:
+                for move in found:
                     moves.create_task(self._move(move), name=f"repack {move.source} -> {move.target}")
 
     def repack_now(self) -> int:
@@ -131,8 +129,7 @@ class Repacker:
         if replica.observed is not None and replica.observed.steps is not None:
             self.inputs.add_steps(replica, replica.observed.steps)
         self._unheard.discard(replica.name)
-        self._unheard &= self._manager.replicas.keys()
-        if not self._unheard:
+        if not any(name in self._manager.replicas for name in self._unheard):  # others are gone
             self._all_heard.set()
 
     async def _move(self, move: Move) -> None:

@@ -156,8 +156,8 @@ class LocalRun:
             accounts.write(self._run_dir)
         except OSError as error:
             self._events.emit(Notice(level="warning", text=f"{ACCOUNTS} cannot be written ({error.strerror})"))
-        if isinstance(self._terminal, Terminal):
-            self._terminal.add_row("accounts", accounts.text)
+        assert isinstance(self._terminal, Terminal)  # an evaluation has no journal to take accounts of
+        self._terminal.add_row("accounts", accounts.text)
         buffer, problems = self._controller.buffer, list(accounts.problems)
         if accounts.trained != buffer.trained:
             problems.append(f"the controller counts {buffer.trained} trained prompts, the journal {accounts.trained}")

@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from laminar.controller.evaluator import NUMBERS_PER_LIFE
+from laminar.controller.journal.restore import Restored
 from laminar.controller.recent_results import RecentResults
 from laminar.controller.repl_commands import CommandError, execute
 from laminar.errors import UserError
@@ -212,6 +214,24 @@ async def test_a_rollout_that_leaves_hands_the_evaluation_on(tmp_path):
     assert left[0] not in run.controller.rollouts.replicas
     other = next(worker.name for worker in run.workers if worker.name.startswith("rollout") and worker.name != left[0])
     assert evaluated(run)[other]
+
+
+@pytest.mark.parametrize("evaluating", [True, False])
+async def test_another_controller_makes_an_evaluation_that_was_under_way_anew_and_under_other_names(
+    tmp_path, evaluating
+):
+    """A rollout may still hold trajectories of the one that was begun."""
+    run = Run(experiment({"at_start": False}), tmp_path)
+    evaluator = run.controller.evaluator
+    assert not evaluator.busy
+    evaluator.take_back(Restored(life=2, policy_version=0, evaluating=evaluating))
+    assert evaluator.busy is evaluating
+    if evaluating:
+        await run.to_the_end()
+        [result] = results(run)
+        assert result.evaluation > 2 * NUMBERS_PER_LIFE
+        names = [one.trajectory_id for assignments in evaluated(run).values() for one in assignments]
+        assert names and all(name.startswith(f"e{result.evaluation}-") for name in names)
 
 
 async def test_a_stop_does_not_wait_for_an_evaluation(tmp_path):
