@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from laminar.errors import RunFailed
 from laminar.launch.commands import Command
 from laminar.launch.local import log_tail
 
@@ -56,7 +57,7 @@ class SupervisedProcesses:
                 self._commands[command.name] = command
 
     async def start(self, command: Command) -> int:
-        """Start a process; its output goes to `logs/<name>.log`. Returns its pid."""
+        """Start a process; its output goes to `logs/<name>.log`. Returns its pid. Raises RunFailed if it cannot be started."""
         async with self._turn:
             self._starting = asyncio.get_running_loop().create_future()
             self._commands[command.name] = command
@@ -99,6 +100,10 @@ class SupervisedProcesses:
                 self._pids[notice["started"]] = notice["pid"]
                 if self._starting is not None and not self._starting.done():
                     self._starting.set_result(notice["pid"])
+            elif "failed" in notice:
+                if self._starting is not None and not self._starting.done():
+                    error = RunFailed(f"{notice['failed']} could not be started: {notice['error']}")
+                    self._starting.set_exception(error)
             elif "ended" in notice:
                 self._ended(notice["ended"], notice["status"])
             elif not self._stopped.done():

@@ -92,32 +92,49 @@ class Supervisor:
         reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 24)
         self._tell({"living": self._launcher.living(), "supervisor": os.getpid()})
         serve = asyncio.create_task(self._serve(reader), name="requests of the controller")
+        ended = asyncio.create_task(self._controller.wait(), name="end of the controller")
         try:
-            return await self._controller.wait()
+            done, _ = await asyncio.wait([serve, ended], return_when=asyncio.FIRST_COMPLETED)
+            if serve in done:
+                serve.result()  # nobody would do what it asks for
+            return await ended
         finally:
-            serve.cancel()
-            await asyncio.gather(serve, return_exceptions=True)
+            for task in (serve, ended):
+                task.cancel()
+            await asyncio.gather(serve, ended, return_exceptions=True)
+            if self._controller.returncode is None:
+                self._controller.kill()
             self._writer.close()
             self._writer = None
 
     async def _serve(self, reader: asyncio.StreamReader) -> None:
         """Requests in their order; a stop may be hurried meanwhile."""
         stopping: asyncio.Task[None] | None = None
-        with contextlib.suppress(ConnectionError):
+        try:
             while line := await reader.readline():
                 request: dict[str, Any] = json.loads(line)
                 match request["do"]:
                     case "start":
-                        pid = await self._launcher.start(_command(request["command"]))
-                        self._tell({"started": request["command"]["name"], "pid": pid})
+                        await self._start(_command(request["command"]))
                     case "kill":
                         self._launcher.kill(request["name"])
                     case "hurry":
                         self._hurry.set()
                     case "stop":
                         stopping = asyncio.create_task(self._stop(request["limit_s"]), name="stop")
-        if stopping is not None:
-            await stopping
+        except ConnectionError:
+            pass  # the controller's process has ended
+        finally:
+            if stopping is not None:  # whatever has become of who asked for it
+                await stopping
+
+    async def _start(self, command: Command) -> None:
+        try:
+            pid = await self._launcher.start(command)
+        except OSError as error:
+            self._tell({"failed": command.name, "error": str(error)})
+        else:
+            self._tell({"started": command.name, "pid": pid})
 
     async def _stop(self, limit_s: float) -> None:
         forced = await self._launcher.stop(limit_s, self._hurry)
