@@ -278,7 +278,8 @@ class EnvironmentManager:
         desk.calls.remove(call)
         desk.answered_at = self._now()
         self._free.append(worker.name)
-        self._due.set()
+        if self._calls or self._suspects:
+            self._due.set()
         call.done(message, None)
 
     def _call_again(self, calls: list[_Call], *, suspect: bool) -> None:

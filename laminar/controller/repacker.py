@@ -61,12 +61,13 @@ class Repacker:
 
     async def poll_forever(self, replica: Replica) -> None:
         """Ask one rollout for its load, at every interval and whenever a plan is wanted; the rollout manager hears the answer."""
+        loop = asyncio.get_running_loop()
         while True:
+            due = loop.call_later(self._interval_s, replica.poll.set)
             try:
-                async with asyncio.timeout(self._interval_s):
-                    await replica.poll.wait()
-            except TimeoutError:
-                pass
+                await replica.poll.wait()
+            finally:
+                due.cancel()
             replica.poll.clear()
             try:
                 await self._registry.send(replica.name, messages.ReportLoad())

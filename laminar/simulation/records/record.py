@@ -125,7 +125,7 @@ class RunRecord:
     repack: RepackFigures
     timeline: list[Lane]  # the trainer and up to 16 rollouts, over a few steps after the warm-up
     engine: dict[str, float]  # figures of the engine models, by name
-    host_s: float  # wall-clock seconds that the simulation took
+    host_s: float  # CPU seconds that the simulation took
     host_events: int  # of the virtual-time loop
 
     @property

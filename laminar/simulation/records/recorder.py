@@ -137,7 +137,7 @@ class RunRecorder:
             engine: further figures of the engine models, by name.
             kv_utilization: exact mean over rollouts and measured time, if the engine models kept it; otherwise it
                 follows from the load figures that came with the deltas.
-            host_s: wall-clock seconds that the simulation took.
+            host_s: CPU seconds that the simulation took.
             host_events: events that the virtual-time loop has handled.
 
         Raises:
