@@ -39,7 +39,7 @@ def rooflines(draw):
     return lambda size, kv: max(flat, flat * size / turn) + overhead
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rooflines(), st.integers(0, 2**32 - 1), st.floats(0, 0.05), st.floats(0, 0.1))
 def test_the_knee_of_a_noisy_roofline_is_found(seconds_of, seed, noise, outliers):
     rng = np.random.default_rng(seed)
@@ -50,7 +50,7 @@ def test_the_knee_of_a_noisy_roofline_is_found(seconds_of, seed, noise, outliers
     assert true * (1 - 3 * noise) - 2 <= found <= true * (1 + 3 * noise) + 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rooflines(), st.integers(0, 2**32 - 1), st.integers(1, 60))
 def test_the_order_of_the_samples_does_not_matter_and_f_never_falls(seconds_of, seed, largest):
     rng = np.random.default_rng(seed)
@@ -62,7 +62,7 @@ def test_the_order_of_the_samples_does_not_matter_and_f_never_falls(seconds_of, 
     assert again.seconds.tolist() == fitted.seconds.tolist() and again.seconds_per_kv == fitted.seconds_per_kv
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.floats(1e-4, 0.1), st.floats(0.2, 5), st.integers(0, 2**32 - 1), st.floats(0, 0.03))
 def test_what_reading_the_kv_cache_costs_is_told_from_what_the_batch_costs(flat, share, seed, noise):
     rng = np.random.default_rng(seed)

@@ -305,5 +305,5 @@ def hop_peer(hop):
 
 
 TestAnySequence = AnySequence.TestCase
-TestAnySequence.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestAnySequence.settings = settings(max_examples=150, stateful_step_count=25)
 TestAnySequence.pytestmark = [pytest.mark.timeout(60)]

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar.controller.repack_planner import Move, RepackBounds, RolloutObservation, plan
@@ -200,7 +200,6 @@ def clusters(draw):
 
 
 @given(clusters())
-@settings(deadline=None)
 def test_a_plan_is_the_reference_and_keeps_every_bound(cluster):
     observations, bounds = cluster
     result = plan(observations, bounds)

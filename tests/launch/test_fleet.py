@@ -100,7 +100,7 @@ async def test_rollouts_started_by_hand_join_at_any_time_and_are_fenced_when_the
         trainer__steps=5000,
         rollout__replicas=1,
         rollout__suspect_after_s=1,
-        rollout__silence_limit_s=2.5,
+        rollout__silence_limit_s=6,
         controller__heartbeat_s=0.2,
         launch__rollouts="manual",
     )

@@ -60,7 +60,7 @@ def two_versions(draw):
     return new, base
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(two_versions(), st.sampled_from(WIDTHS))
 def test_any_bytes_come_back_exactly_and_in_fewer_bytes_than_the_full_chunk(versions, element_bytes):
     new, base = versions
@@ -205,7 +205,7 @@ def test_a_header_that_lies_is_refused_and_writes_nothing(step_bits, field):
         assert (out == 7).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from([0, 4, 8]), st.data())
 def test_a_damaged_payload_is_refused_or_patches_only_out(step_bits, data):
     payload, base = a_payload(step_bits)

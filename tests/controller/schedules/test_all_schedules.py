@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.controller.schedules.in_order import InOrderSchedule
@@ -42,9 +42,7 @@ def worlds(draw, name, faults=True):
     )
 
 
-same_every_time = settings(
-    max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
+same_every_time = settings(max_examples=300, derandomize=True, database=None)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -63,7 +63,7 @@ def test_the_oldest_are_stale_first_and_of_one_version_those_that_are_not_ready(
     assert schedule.stale(outstanding[:3], published_version=4) == []
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200, derandomize=True, database=None)
 @given(
     st.integers(1, 3), st.integers(0, 2), st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=7), st.data()
 )

@@ -87,7 +87,7 @@ def test_partial_differs_only_in_that_it_interrupts():
     assert select(schedule, {10: 1, 11: 1}, {1: 0}, at=1) is None
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@settings(max_examples=400, derandomize=True, database=None)
 @given(
     batch=st.integers(1, 3),
     bound=st.integers(0, 3),

@@ -215,7 +215,7 @@ def test_same_as_token_by_token(block):
     assert sum(statistics.environment_seconds for statistics in seen) > 1
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(st.integers(min_value=1000, max_value=10**9))
 def test_same_as_token_by_token_for_any_seed(seed):
     check_same(seed)

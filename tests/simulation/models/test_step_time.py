@@ -30,7 +30,7 @@ def step_seconds(running, kv_tokens, tensor_parallel):
     return max(memory, compute) + overhead
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(running=st.integers(1, 2000), context=st.integers(1, 20_000), tensor_parallel=st.sampled_from([1, 2, 4, 8, 16]))
 def test_closed_form_is_the_sum_of_single_steps(running, context, tensor_parallel):
     costs = StepCosts(MODEL, H800, tensor_parallel, CONSTANTS)
@@ -54,7 +54,7 @@ def test_a_batch_that_turns_from_compute_to_memory():
     assert fast > 5 * slow > 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     running=st.integers(1, 2000), context=st.integers(1, 20_000), n=st.integers(0, 10**6), part=st.floats(0.001, 0.999)
 )

@@ -476,7 +476,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     actions=ACTIONS,
     holdings=st.lists(st.sampled_from([(), (3,), (4,), (3, 4)]), min_size=4, max_size=4),
