@@ -38,7 +38,7 @@ class Codec:
         """Frames of a message; array frames are views of the message's own memory.
 
         Raises:
-            CodecError: the type is not declared in `messages.py`, or an array's dtype is not allowed.
+            CodecError: the type is not declared in `messages/`, or an array's dtype is not allowed.
         """
         name = type(message).__name__.encode()
         if self._types.get(name) is not type(message):
