@@ -71,7 +71,7 @@ INVALID_GROUPS = 8  # dropped in a row for want of a reward: it is not the sampl
 
 
 class Controller:
-    """All parts of the picture above, and the coroutines that drive them."""
+    """All parts of the picture above, made in the order in which they need each other, and the coroutines that drive them."""
 
     def __init__(
         self,
@@ -112,54 +112,79 @@ class Controller:
         self.run_dir = run_dir
         self.now = asyncio.get_running_loop().time
         self.started_at = self.now()
-        self._expected = expected_workers
         self.history: OrderedDict[str, Trajectory] = OrderedDict()
         self.control = RunControl()
-        self._invalid_in_a_row = 0  # groups
         self.journal = journal or NoJournal()
+        self._expected = expected_workers
+        self._restart = restart
         self._restored = restored
         self._patience_s = patience_s
         self._hop_key = hop_key or secrets.token_bytes(32)
         self._version_bytes = version_bytes
         self._evaluate_only = evaluate_only
-        schedule = make_schedule(config)
-        limit_s = config.controller.step_timeout_s
+        self._schedule = make_schedule(config)
+        self._invalid_in_a_row = 0  # groups
+        self._make_registry(channel, closed)
+        self._make_pools()
+        self._make_relays()
+        self._make_rollouts()
+        self._make_trainer()
+        self._connect()
+        if restored is not None:
+            self._take_back(restored)
+
+    def _make_registry(self, channel: ControllerChannel, closed: Callable[[Worker, str], str]) -> None:
+        """Who is connected, and who is silent."""
         self.registry = WorkerRegistry(
             channel,
-            events,
-            expected=expected_workers,
+            self.events,
+            expected=self._expected,
             welcome=self._welcome,
-            heartbeat_s=config.controller.heartbeat_s,
-            silence_limit_s=config.controller.silence_limit_s,
-            start_limit_s=config.controller.start_timeout_s,
+            heartbeat_s=self.config.controller.heartbeat_s,
+            silence_limit_s=self.config.controller.silence_limit_s,
+            start_limit_s=self.config.controller.start_timeout_s,
             closed=closed,
-            restored=restored is not None,
+            restored=self._restored is not None,
         )
+
+    def _make_pools(self) -> None:
+        """What holds prompts, trajectories and complete groups, and the environments between them."""
+        config, restored = self.config, self._restored
         self.environments = EnvironmentManager(
-            self.registry, events, config, on_scored=self._on_scored, restart=restart
+            self.registry, self.events, config, on_scored=self._on_scored, restart=self._restart
         )
         sampling = DynamicSampling(config.algorithm.dynamic_sampling, groups_per_step=config.trainer.groups_per_step)
-        self.buffer = ExperienceBuffer(events, config.buffer, sampling, steps=config.trainer.steps, restored=restored)
+        self.buffer = ExperienceBuffer(
+            self.events, config.buffer, sampling, steps=config.trainer.steps, restored=restored
+        )
         life = 0 if restored is None else restored.life
         self.pool = PartialResponsePool(
-            mixes_versions=schedule.interrupts,
+            mixes_versions=self._schedule.interrupts,
             multi_turn=config.environment.multi_turn,
             first_lease=1 + life * LEASES_PER_LIFE,
         )
         self.prompts = PromptPool(
             self.environments.fetch_prompts,
-            events,
+            self.events,
             max_prompt_tokens=config.data.max_prompt_tokens,
             low_water=max(config.trainer.groups_per_step, groups_at_once(config)),
             restored=restored,
         )
-        self.relays = RelayManager(self.registry, events, config, restored=restored)
-        if evaluate_only is not None:
+
+    def _make_relays(self) -> None:
+        """The chain of relays, and who starts them anew."""
+        self.relays = RelayManager(self.registry, self.events, self.config, restored=self._restored)
+        if self._evaluate_only is not None:
             self.relays.serve_folder()
-        self.relay_keeper = RelayKeeper(self.registry, events, self.relays, config, restart=restart)
-        self.fleet = RolloutFleet(self.registry, events, self.relays, self.pool, config, restart=restart)
+        self.relay_keeper = RelayKeeper(self.registry, self.events, self.relays, self.config, restart=self._restart)
+
+    def _make_rollouts(self) -> None:
+        """The rollouts: which there are, what each generates, what is moved between them, what is evaluated on them."""
+        config = self.config
+        limit_s = config.controller.step_timeout_s
+        self.fleet = RolloutFleet(self.registry, self.events, self.relays, self.pool, config, restart=self._restart)
         self.evaluator = Evaluator(
-            events,
+            self.events,
             self.fleet,
             self.pool,
             self.control,
@@ -168,55 +193,62 @@ class Controller:
         )
         self.rollouts = RolloutManager(
             self.registry,
-            events,
+            self.events,
             self.fleet,
             self.relays,
             self.prompts,
             self.pool,
             self.buffer,
-            schedule,
+            self._schedule,
             self.control,
             self.evaluator,
             config,
-            next_group=0 if restored is None else restored.next_group,
+            next_group=0 if self._restored is None else self._restored.next_group,
         )
-        self.turns = Turns(self.environments, self.pool, self.fleet, events, config)
-        self.driver = RolloutDriver(self.rollouts, self.registry, events, self.journal, limit_s=limit_s)
+        self.turns = Turns(self.environments, self.pool, self.fleet, self.events, config)
+        self.driver = RolloutDriver(self.rollouts, self.registry, self.events, self.journal, limit_s=limit_s)
         self.repacker = Repacker(
             self.rollouts,
             self.driver,
             self.registry,
-            RepackInputs(self.rollouts, self.buffer, events, config),
-            events,
+            RepackInputs(self.rollouts, self.buffer, self.events, config),
+            self.events,
             config.repack,
             limit_s=limit_s,
         )
+
+    def _make_trainer(self) -> None:
+        """The trainer, and its checkpoints."""
+        restored = self._restored
         self.trainer = TrainerDriver(
             self.registry,
-            events,
+            self.events,
             self.buffer,
             self.relays,
-            schedule,
+            self._schedule,
             self.control,
             Checkpoints(
                 self.registry,
-                events,
-                run_dir / "checkpoints",
-                run_id=run_id,
-                limit_s=limit_s,
+                self.events,
+                self.run_dir / "checkpoints",
+                run_id=self.run_id,
+                limit_s=self.config.controller.step_timeout_s,
                 newest=None if restored is None else restored.checkpoint,
             ),
-            config,
+            self.config,
             data_ended=lambda: self.prompts.ended,
             describe_wait=self._describe_wait,
             draw_again=self._draw_again,
-            restart=restart,
+            restart=self._restart,
             journal=self.journal,
             restored=restored,
-            patience_s=patience_s,
+            patience_s=self._patience_s,
         )
+
+    def _connect(self) -> None:
+        """What the parts tell each other, and the figures that are made of it."""
         self.metrics = StepMetrics(
-            events,
+            self.events,
             now=self.now,
             trainer_clock=self.trainer.clock,
             rollout_clocks=lambda: {name: replica.clock for name, replica in self.rollouts.replicas.items()},
@@ -225,13 +257,11 @@ class Controller:
         self.relays.on_change = self._on_relay
         self.prompts.on_filled = self._on_prompts
         self.control.on_change.append(self.fleet.wake_all)
-        events.subscribe(lambda _: self.fleet.wake_all(), StepFinished, GroupDropped)
-        events.subscribe(lambda event: self._remember(event.trajectory), TrajectoryStarted)
-        events.subscribe(lambda event: self.environments.submit(event.trajectory), TrajectoryFinished)
-        events.subscribe(lambda event: self._on_failed(event.trajectory), TrajectoryFailed)
-        self.journal.subscribe(events)
-        if restored is not None:
-            self._take_back(restored)
+        self.events.subscribe(lambda _: self.fleet.wake_all(), StepFinished, GroupDropped)
+        self.events.subscribe(lambda event: self._remember(event.trajectory), TrajectoryStarted)
+        self.events.subscribe(lambda event: self.environments.submit(event.trajectory), TrajectoryFinished)
+        self.events.subscribe(lambda event: self._on_failed(event.trajectory), TrajectoryFailed)
+        self.journal.subscribe(self.events)
 
     async def run(
         self, launch: Callable[[], Awaitable[None]], services: Sequence[Callable[[], Awaitable[None]]] = ()
