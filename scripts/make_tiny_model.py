@@ -20,7 +20,7 @@ import shutil
 import string
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -193,15 +193,22 @@ def demonstrate(
     for entry in entries:
         answer = demonstration(entry, spoiled, rng)
         prompt = tokenizer.encode(prompt_text(entry), add_special_tokens=False)
-        rows.append((prompt, [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]))
-    length = max(len(prompt) + len(response) for prompt, response in rows)
+        response = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        rows.append((prompt + response, [IGNORED_LABEL] * len(prompt) + response))
+    return pad(rows, tokenizer)
+
+
+def pad(
+    rows: list[tuple[list[int], list[int]]], tokenizer: PreTrainedTokenizerFast
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels of rows (as many labels as ids in each), both int64 [len(rows), T], padded on the right."""
+    length = max(len(ids) for ids, _ in rows)
     token_ids = torch.full((len(rows), length), tokenizer.pad_token_id)
-    labels = torch.full((len(rows), length), IGNORED_LABEL)
-    for row, (prompt, response) in enumerate(rows):
-        end = len(prompt) + len(response)
-        token_ids[row, :end] = torch.tensor(prompt + response)
-        labels[row, len(prompt) : end] = torch.tensor(response)
-    return token_ids, labels
+    all_labels = torch.full((len(rows), length), IGNORED_LABEL)
+    for row, (ids, labels) in enumerate(rows):
+        token_ids[row, : len(ids)] = torch.tensor(ids)
+        all_labels[row, : len(ids)] = torch.tensor(labels)
+    return token_ids, all_labels
 
 
 def build_optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
@@ -221,16 +228,8 @@ def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, step
     """
     rng = random.Random(seed)
     sources = [entries(task, seed) for task in TASKS]
-    optimizers = build_optimizers(model)
-    ramp = max(1, steps // 20)
-    schedules = [
-        LambdaLR(optimizer, lambda step: min((step + 1) / ramp, max(0.02, (steps - step) / (steps - ramp + 1))))
-        for optimizer in optimizers
-    ]
-    model.train()
-    started = time.monotonic()
-    loss = float("nan")
-    for step in range(1, steps + 1):
+
+    def backward(step: int) -> float:
         clean = step <= CLEAN_SHARE * steps
         batches = [
             demonstrate(list(islice(source, task.demonstrations)), 0.0 if clean else task.spoiled, tokenizer, rng)
@@ -245,6 +244,28 @@ def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, step
             )
             (summed / answer_tokens).backward()
             loss += summed.item() / answer_tokens
+        return loss
+
+    return optimize(model, steps, backward)
+
+
+def optimize(model: Qwen3ForCausalLM, steps: int, backward: Callable[[int], float]) -> float:
+    """Make `steps` optimizer steps; returns the last loss.
+
+    Args:
+        backward: adds the gradients of a step (1 to `steps`) and returns its loss.
+    """
+    optimizers = build_optimizers(model)
+    ramp = max(1, steps // 20)
+    schedules = [
+        LambdaLR(optimizer, lambda step: min((step + 1) / ramp, max(0.02, (steps - step) / (steps - ramp + 1))))
+        for optimizer in optimizers
+    ]
+    model.train()
+    started = time.monotonic()
+    loss = float("nan")
+    for step in range(1, steps + 1):
+        loss = backward(step)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()

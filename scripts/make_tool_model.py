@@ -20,7 +20,6 @@ from typing import Any
 
 import make_tiny_model as tiny
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -94,44 +93,25 @@ def demonstrate(
             ids += piece
             labels += piece if own else [tiny.IGNORED_LABEL] * len(piece)
         rows.append(([*ids, tokenizer.eos_token_id], [*labels, tokenizer.eos_token_id]))
-    length = max(len(ids) for ids, _ in rows)
-    token_ids = torch.full((len(rows), length), tokenizer.pad_token_id)
-    all_labels = torch.full((len(rows), length), tiny.IGNORED_LABEL)
-    for row, (ids, labels) in enumerate(rows):
-        token_ids[row, : len(ids)] = torch.tensor(ids)
-        all_labels[row, : len(ids)] = torch.tensor(labels)
-    return token_ids, all_labels
+    return tiny.pad(rows, tokenizer)
 
 
 def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, steps: int, seed: int) -> float:
     """Supervised learning on demonstrations, `steps` optimizer steps; returns the last loss (nats per token)."""
     rng = random.Random(seed)
     source = tiny.entries(TASK, seed)
-    optimizers = tiny.build_optimizers(model)
-    ramp = max(1, steps // 20)
-    schedules = [
-        LambdaLR(optimizer, lambda step: min((step + 1) / ramp, max(0.02, (steps - step) / (steps - ramp + 1))))
-        for optimizer in optimizers
-    ]
-    model.train()
-    started, loss = time.monotonic(), float("nan")
-    for step in range(1, steps + 1):
+
+    def backward(step: int) -> float:
         spoiled = 0.0 if step <= tiny.CLEAN_SHARE * steps else TASK.spoiled
         token_ids, labels = demonstrate(list(islice(source, TASK.demonstrations)), spoiled, tokenizer, rng)
         logits = model(input_ids=token_ids, use_cache=False).logits[:, :-1]
-        summed = torch.nn.functional.cross_entropy(
+        loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=tiny.IGNORED_LABEL
         )
-        summed.backward()
-        loss = summed.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        if step == 1 or step % 50 == 0 or step == steps:
-            print(f"step {step}/{steps}  loss {loss:.3f}  {time.monotonic() - started:.1f} s", flush=True)
-    return loss
+        loss.backward()
+        return loss.item()
+
+    return tiny.optimize(model, steps, backward)
 
 
 if __name__ == "__main__":

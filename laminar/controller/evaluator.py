@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
 
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.evaluation import Evaluation
 from laminar.controller.journal.restore import Restored
 from laminar.controller.partial_response_pool import PartialResponsePool
+from laminar.controller.prompt_pool import Fetch, prompt_of
 from laminar.controller.replica import Replica
 from laminar.controller.rollout_fleet import RolloutFleet
 from laminar.controller.run_control import RunControl
@@ -41,12 +41,10 @@ from laminar.observability.events import (
     TrajectoryScored,
     WeightsPublished,
 )
-from laminar.protocol.messages import PromptRecord, PromptsFetched
+from laminar.protocol.messages import PromptRecord
 from laminar.trajectory import Prompt, Trajectory
 
 FETCHED_AT_ONCE = 64  # prompts
-
-Fetch = Callable[[int, int], Awaitable[PromptsFetched]]
 
 # Of a controller's evaluations: a rollout may still hold trajectories of an earlier controller's, whose names must be others.
 NUMBERS_PER_LIFE = 1_000_000
@@ -196,17 +194,7 @@ class Evaluator:
         if self._rejected:
             text = f"{self._rejected} of {len(records)} held-out prompts are longer than data.max_prompt_tokens and left out"
             self._events.emit(Notice(level="warning", text=text))
-        return [
-            Prompt(
-                prompt_id=record.prompt_id,
-                source=record.source,
-                text=record.text,
-                token_ids=record.token_ids,
-                answer=record.answer,
-                metadata=record.metadata,
-            )
-            for record in fitting
-        ]
+        return [prompt_of(record) for record in fitting]
 
     async def finish(self, limit_s: float) -> None:
         """Training is over: wait for what runs and is due, with all rollouts at hand; at most `limit_s` without progress."""

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from laminar.controller.journal.restore import Restored
 from laminar.errors import UserError
 from laminar.observability.events import EventBus, PromptRejected
-from laminar.protocol.messages import PromptsFetched
+from laminar.protocol.messages import PromptRecord, PromptsFetched
 from laminar.trajectory import Prompt
 
 Fetch = Callable[[int, int], Awaitable[PromptsFetched]]
@@ -88,16 +88,7 @@ class PromptPool:
         for record in answer.prompts:
             length = int(record.token_ids.shape[0])
             if 0 < length <= self._max_prompt_tokens:
-                self._prompts.append(
-                    Prompt(
-                        prompt_id=record.prompt_id,
-                        source=record.source,
-                        text=record.text,
-                        token_ids=record.token_ids,
-                        answer=record.answer,
-                        metadata=record.metadata,
-                    )
-                )
+                self._prompts.append(prompt_of(record))
                 continue
             self.rejected += 1
             if record.prompt_id in self._rejected_before:
@@ -105,3 +96,15 @@ class PromptPool:
             reason = f"{length} tokens, data.max_prompt_tokens is {self._max_prompt_tokens}" if length else "no tokens"
             self._events.emit(PromptRejected(prompt_id=record.prompt_id, source=record.source, reason=reason))
         self.on_filled()
+
+
+def prompt_of(record: PromptRecord) -> Prompt:
+    """What an environment worker has sent, as the controller keeps it."""
+    return Prompt(
+        prompt_id=record.prompt_id,
+        source=record.source,
+        text=record.text,
+        token_ids=record.token_ids,
+        answer=record.answer,
+        metadata=record.metadata,
+    )

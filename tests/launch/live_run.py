@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 
 import yaml
@@ -134,6 +135,29 @@ class LiveRun:
     def lines(self, name):
         """A JSON Lines file of the run directory."""
         return [json.loads(line) for line in (self.run_dir / name).read_text().splitlines()]
+
+
+def pid_of(line):
+    """The process that a line of the output names."""
+    return int(re.search(r"process (\d+)", line)[1])
+
+
+def all_trained_once(run):
+    """Every step has trained its 4 groups of 2, each trajectory once and of one version; returns those trajectories' lines."""
+    steps = len(run.lines("metrics.jsonl"))
+    trained = [line for line in run.lines("trajectories.jsonl") if line["step"] is not None]
+    times = Counter(line["id"] for line in trained)
+    assert len(times) == len(trained) == steps * 4 * 2, f"{steps} steps, {len(trained)} trained, {times.most_common(3)}"
+    mixed = [line["id"] for line in trained if len(line["versions"]) != 1]
+    assert not mixed, f"of several versions: {mixed}"
+    return trained
+
+
+def nothing_left(run):
+    """After its end there is no process, nothing in shared memory, and nothing to connect to."""
+    doors = [name for name in ("connection.json", "repl.sock") if (run.run_dir / name).exists()]
+    left = [*run.processes(), *run.shared_memory(), *doors]
+    assert left == [], f"left of the run: {left}"
 
 
 async def _end_of(pid):

@@ -6,24 +6,13 @@ import socket
 
 import pytest
 
-from tests.launch.live_run import LiveRun, write_config
-from tests.launch.test_train import nothing_left
-from tests.tiny_models import make_model
+from tests.launch.live_run import LiveRun, nothing_left, write_config
 
 SMALL = {"rollout__replicas": 1, "relay__count": 1}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    make_model(path, seed=0)
-    return path
-
-
 @pytest.fixture
-async def start(tmp_path):
-    runs = []
-
+def start(tmp_path, runs):
     async def start(model, **overrides):
         (tmp_path / "tmp").mkdir()
         config, name = write_config(tmp_path, model, **SMALL, **overrides)
@@ -31,9 +20,7 @@ async def start(tmp_path):
         runs.append(run)
         return run
 
-    yield start
-    for run in runs:
-        await run.kill_what_is_left()
+    return start
 
 
 def check_nothing_is_left(run, tmp_path, ports):

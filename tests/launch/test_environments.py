@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.launch.live_run import LiveRun, write_config
-from tests.tiny_models import make_model
 
 ENVIRONMENT = """
 from laminar.environments.environment import Step
@@ -30,21 +29,17 @@ class Adder:
 
 
 @pytest.fixture
-async def start(tmp_path):
+def start(tmp_path, model, runs):
     (tmp_path / "adder_environment.py").write_text(ENVIRONMENT)
     paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    make_model(tmp_path / "model", seed=0)
-    runs = []
 
     async def start(**overrides):
-        config, name = write_config(tmp_path, tmp_path / "model", **overrides)
+        config, name = write_config(tmp_path, model, **overrides)
         run = await LiveRun(config, tmp_path / "run", name).start(PYTHONPATH=paths)
         runs.append(run)
         return run
 
-    yield start
-    for run in runs:
-        await run.kill_what_is_left()
+    return start
 
 
 async def test_turns_are_answered_trained_and_recorded(start):

@@ -14,15 +14,7 @@ import pytest
 from laminar.errors import UserError
 from laminar.launch.resume import take_up
 from laminar.launch.run_lock import RunLock
-from tests.launch.live_run import LiveRun, write_config
-from tests.tiny_models import make_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    make_model(path, seed=0)
-    return path
+from tests.launch.live_run import LiveRun, nothing_left, write_config
 
 
 class Resumed(LiveRun):
@@ -33,26 +25,12 @@ class Resumed(LiveRun):
         self._command = [sys.executable, "-m", "laminar", "train", "--resume", str(run_dir), *options]
 
 
-@pytest.fixture
-async def runs():
-    made = []
-    yield made
-    for run in made:
-        await run.kill_what_is_left()
-
-
 def controller_of(run):
     return json.loads((run.run_dir / "connection.json").read_text())["controller_pid"]
 
 
 def accounts_of(run):
     return json.loads((run.run_dir / "accounts.json").read_text())
-
-
-def nothing_left(run):
-    assert run.processes() == []
-    assert run.shared_memory() == []
-    assert not (run.run_dir / "connection.json").exists()
 
 
 async def test_when_the_controller_is_killed_the_run_goes_on_with_the_same_workers(runs, tmp_path, model):

@@ -16,18 +16,6 @@ from laminar.protocol.zeromq import ZmqControllerChannel, ZmqWorkerChannel
 HELLO = messages.Hello(kind="rollout", index=0, pid=1, host="h", version="v")
 
 
-@pytest.fixture
-async def keys():
-    return CurveKeys.create(), CurveKeys.create()
-
-
-@pytest.fixture
-async def controller(keys):
-    channel = ZmqControllerChannel("127.0.0.1", 0, controller_keys=keys[0], worker_public_key=keys[1].public)
-    yield channel
-    channel.close()
-
-
 def connection(address, controller_keys, worker_keys) -> Connection:
     return Connection.to_this_process(address, "r", controller=controller_keys, worker=worker_keys)
 

@@ -36,18 +36,6 @@ asyncio.run(main())
 """
 
 
-@pytest.fixture
-async def keys():
-    return CurveKeys.create(), CurveKeys.create()
-
-
-@pytest.fixture
-async def controller(keys):
-    channel = ZmqControllerChannel("127.0.0.1", 0, controller_keys=keys[0], worker_public_key=keys[1].public)
-    yield channel
-    channel.close()
-
-
 def connection(address, keys) -> Connection:
     return Connection.to_this_process(address, "r", controller=keys[0], worker=keys[1])
 
