@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from laminar.trajectory import part_means
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EvaluatedResponse:
@@ -28,6 +30,7 @@ class EvaluatedResponse:
     response_tokens: int
     finish_reason: str
     reward: float | None  # None where error is set
+    reward_parts: dict[str, float]  # before weighting, by name
     error: str
 
 
@@ -43,6 +46,7 @@ class EvaluationResult:
     pass_at: dict[int, float]  # k -> pass@k, for k = 1, 2, 4, ... and the samples per prompt
     pass_at_1_stderr: float  # standard error over the prompts
     reward_mean: float | None  # None where every reward failed
+    reward_parts: dict[str, float]  # mean of each part, before weighting, over the responses that it applies to
     response_tokens_mean: float
     response_tokens_max: int
     finish_length_fraction: float  # cut off at the longest response
@@ -51,13 +55,14 @@ class EvaluationResult:
     started_over: int  # times that all was generated anew because no rollout had the version any more
     seconds: float
 
-    def figures(self) -> dict[str, float | int | None]:
+    def figures(self) -> dict[str, float | int | dict[str, float] | None]:
         """Flat, for `metrics.jsonl`."""
         return {
             "evaluation": self.evaluation,
             **{f"evaluation_pass_at_{k}": value for k, value in self.pass_at.items()},
             "evaluation_pass_at_1_stderr": self.pass_at_1_stderr,
             "evaluation_reward_mean": self.reward_mean,
+            "evaluation_reward_parts": self.reward_parts,
             "evaluation_response_tokens_mean": self.response_tokens_mean,
             "evaluation_response_tokens_max": self.response_tokens_max,
             "evaluation_finish_length_fraction": self.finish_length_fraction,
@@ -128,6 +133,7 @@ def summarize(
         pass_at={k: float(np.mean([pass_at_k(samples, c, k) for c in counts])) for k in reported_ks(samples)},
         pass_at_1_stderr=float(rates.std(ddof=1) / math.sqrt(len(rates))) if len(rates) > 1 else 0.0,
         reward_mean=float(np.mean(rewards)) if rewards else None,
+        reward_parts=part_means(response.reward_parts for response in responses),
         response_tokens_mean=float(lengths.mean()),
         response_tokens_max=int(lengths.max()),
         finish_length_fraction=float(np.mean([response.finish_reason == "length" for response in responses])),

@@ -9,7 +9,7 @@ generated, and `turns` says which of them an environment wrote.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -236,3 +236,12 @@ class Group:
     def num_tokens(self) -> int:
         """Generated tokens of all members."""
         return sum(trajectory.num_tokens for trajectory in self.trajectories)
+
+
+def part_means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each part of the reward, over the trajectories that it applies to."""
+    values: dict[str, list[float]] = {}
+    for each in parts:
+        for name, value in each.items():
+            values.setdefault(name, []).append(value)
+    return {name: float(np.mean(each)) for name, each in values.items()}

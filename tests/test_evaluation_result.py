@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar.evaluation_result import EvaluatedResponse, pass_at_k, reported_ks, summarize
+from laminar.observability.evaluation_text import evaluation_rows
 
 
 def response(prompt_id, sample, reward, **changes):
@@ -22,6 +23,7 @@ def response(prompt_id, sample, reward, **changes):
         "response_tokens": 10,
         "finish_reason": "stop",
         "reward": reward,
+        "reward_parts": {},
         "error": "" if reward is not None else "the reward failed",
     }
     return EvaluatedResponse(**{**values, **changes})
@@ -61,8 +63,8 @@ def test_powers_of_two_and_the_number_of_samples_are_reported():
 
 def test_the_figures_follow_from_the_responses():
     responses = [
-        response(0, 0, 1.0),
-        response(0, 1, 0.5, response_tokens=30, finish_reason="length"),
+        response(0, 0, 1.0, reward_parts={"right": 1.0, "short": 0.5}),
+        response(0, 1, 0.5, response_tokens=30, finish_reason="length", reward_parts={"right": 0.5}),
         response(1, 0, 0.0),
         response(1, 1, None),
     ]
@@ -73,7 +75,15 @@ def test_the_figures_follow_from_the_responses():
     assert result.reward_mean == 0.5  # of the three that have one
     assert (result.response_tokens_mean, result.response_tokens_max, result.finish_length_fraction) == (15.0, 30, 0.25)
     assert result.errors == 1
+    assert result.reward_parts == {"right": 0.75, "short": 0.5}  # of those that each applies to
     assert result.figures()["evaluation_pass_at_2"] == 0.5
+    assert result.figures()["evaluation_reward_parts"] == result.reward_parts
+    assert ("reward, right", "0.7500") in list(evaluation_rows(result))
+
+
+def test_a_single_reward_is_not_told_twice():
+    result = figures([response(0, 0, 1.0, reward_parts={"exact": 1.0})], 1)
+    assert [what for what, _ in evaluation_rows(result) if what.startswith("reward")] == ["reward"]
 
 
 def test_a_partial_reward_passes_where_the_user_says_so():

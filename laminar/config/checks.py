@@ -59,9 +59,11 @@ def check_machine(config: ExperimentConfig) -> None:
     Raises:
         UserError: one text with everything that is missing or too small.
     """
-    problems = [*_installed(config), *file_problems(config), *_own_functions(config)]
+    missing_files = list(file_problems(config))
+    problems = [*_installed(config), *missing_files, *_own_functions(config)]
     if config.evaluation is not None:
-        problems += [in_its_words(problem) for problem in file_problems(held_out(config))]
+        of_evaluation = file_problems(held_out(config))
+        problems += [in_its_words(problem) for problem in of_evaluation if problem not in missing_files]
     try:
         shape = read_model_folder(Path(config.model.path), "model.path")
     except UserError as error:

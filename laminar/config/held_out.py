@@ -5,7 +5,11 @@ Invariant: whatever reads `data` and `reward` of a config (checks, sources, rewa
 
 from __future__ import annotations
 
+import re
+
 from laminar.config.schema import ExperimentConfig
+
+_OWN_REWARD = re.compile(r"\breward(?=\.(function|params|parts)\b)")
 
 
 def held_out(config: ExperimentConfig) -> ExperimentConfig:
@@ -16,8 +20,8 @@ def held_out(config: ExperimentConfig) -> ExperimentConfig:
     evaluation = config.evaluation
     assert evaluation is not None
     reward = config.reward
-    if evaluation.reward_function is not None:
-        reward = reward.model_copy(update={"function": evaluation.reward_function, "params": {}, "parts": []})
+    if (own := evaluation.reward) is not None:
+        reward = reward.model_copy(update={"function": own.function, "params": own.params, "parts": own.parts})
     return config.model_copy(
         update={
             "data": config.data.model_copy(update={"source": evaluation.source, "epochs": 1}),
@@ -29,7 +33,7 @@ def held_out(config: ExperimentConfig) -> ExperimentConfig:
 
 def in_its_words(problem: str) -> str:
     """What was said against `held_out(config)`, with the keys that the user has written."""
-    return problem.replace("data.source", "evaluation.source").replace("reward.function", "evaluation.reward_function")
+    return _OWN_REWARD.sub("evaluation.reward", problem.replace("data.source", "evaluation.source"))
 
 
 def max_evaluation_tokens(config: ExperimentConfig) -> int:

@@ -37,15 +37,29 @@ class RewardPart(Section):
         return self.name if self.name is not None else self.function
 
 
-class RewardConfig(Section):
-    """How a finished trajectory is scored, in environment worker processes."""
+class RewardTerms(Section):
+    """What scores a response: a function, or several added up."""
 
     function: str | None = None
     """A built-in reward (`reasoning_gym`, `exact`, `numeric`, `math_verify`, `regex`, `code`, `reward_model`, `length_penalty`; `docs/data-and-rewards.md`), or a dotted path `package.module:function`. null takes `parts`, or the score of the reasoning-gym generator that made the prompt."""
     params: Params = {}
     """Options of the function: those of a built-in are listed below, a function of one's own gets them as keyword arguments."""
     parts: list[RewardPart] = []
-    """Several rewards, added up by weight; instead of `function`. The mean of each is in the step's metrics."""
+    """Several rewards, added up by weight; instead of `function`. The mean of each is in the metrics."""
+
+    def terms(self) -> list[RewardPart]:
+        """The parts; a single function is one of weight 1."""
+        return list(self.parts) or [RewardPart(function=self.function or DEFAULT_REWARD, params=self.params)]
+
+    @property
+    def title(self) -> str:
+        """The reward in a few words."""
+        return " + ".join(part.label for part in self.terms())
+
+
+class RewardConfig(RewardTerms):
+    """How a finished trajectory is scored, in environment worker processes."""
+
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     """Environment worker processes."""
     calls_per_worker: Annotated[int, Field(ge=1, le=1024)] = 8
@@ -56,10 +70,6 @@ class RewardConfig(Section):
     """Further attempts at a reward that raised, took too long, lost its process or returned no finite number."""
     on_invalid: Literal["fail", "drop"] = "drop"
     """A trajectory without a valid reward after all attempts: drop its group, count it and name it in a warning (8 such groups in a row, with no reward between, stop the run), or stop the run with the trajectory's id at once."""
-
-    def terms(self) -> list[RewardPart]:
-        """The parts; a single function is one of weight 1."""
-        return list(self.parts) or [RewardPart(function=self.function or DEFAULT_REWARD, params=self.params)]
 
     def limit_s(self, part: RewardPart) -> float:
         """Longest time of one attempt at a part, in seconds."""
@@ -73,8 +83,3 @@ class RewardConfig(Section):
     def longest_s(self) -> float:
         """Longest time that scoring a trajectory may take, in seconds: its parts are scored side by side."""
         return max(self.limit_s(part) * self.attempts(part) for part in self.terms())
-
-    @property
-    def title(self) -> str:
-        """The reward in a few words."""
-        return " + ".join(part.label for part in self.terms())

@@ -14,7 +14,7 @@ from laminar.config.algorithm_schema import AlgorithmConfig
 from laminar.config.data_schema import DataConfig, PromptSourceConfig
 from laminar.config.environment_schema import EnvironmentConfig
 from laminar.config.optimizer_schema import OptimizerConfig
-from laminar.config.reward_schema import RewardConfig
+from laminar.config.reward_schema import RewardConfig, RewardTerms
 from laminar.config.section import Section
 
 
@@ -44,8 +44,8 @@ class EvaluationConfig(Section):
     """Sampling temperature; 0 is greedy, and goes with one sample per prompt."""
     max_response_tokens: Annotated[int | None, Field(ge=1)] = None
     """Longest response, in tokens; `rollout.max_response_tokens` if not given."""
-    reward_function: str | None = None
-    """How responses are scored, as in `reward.function`, which it is if not given."""
+    reward: RewardTerms | None = None
+    """How responses are scored where that is not as in training; null takes `reward` as it is. Time limits and retries are those of `reward`."""
     pass_reward: float = 1.0
     """A response with at least this reward counts as right in pass@k."""
     share: Annotated[float, Field(gt=0, le=1)] = 0.25

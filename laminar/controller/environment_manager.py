@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from laminar.config.held_out import held_out
 from laminar.config.schema import ExperimentConfig
 from laminar.controller.worker_registry import Worker, WorkerRegistry
 from laminar.errors import RunFailed, WorkerLost
@@ -359,4 +360,5 @@ class EnvironmentManager:
 
 def score_limit_s(config: ExperimentConfig) -> float:
     """Longest wait for the score of one trajectory before its worker is given up, in seconds."""
-    return config.reward.longest_s + ANSWER_SLACK_S
+    rewards = [config.reward] if config.evaluation is None else [config.reward, held_out(config).reward]
+    return max(reward.longest_s for reward in rewards) + ANSWER_SLACK_S

@@ -94,5 +94,6 @@ class Evaluation:
             response_tokens=trajectory.num_tokens,
             finish_reason=trajectory.finish_reason,
             reward=trajectory.reward,
+            reward_parts=trajectory.reward_parts or {},
             error=trajectory.error or "",
         )

@@ -7,7 +7,7 @@ state clocks of the trainer and of each rollout, so their causes add up.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from laminar.observability.events import (
     WeightsPulled,
 )
 from laminar.observability.states import ROLLOUT_BUSY, TRAINER_BUSY
+from laminar.trajectory import part_means
 
 
 class StepMetrics:
@@ -129,7 +130,7 @@ class StepMetrics:
             "step_s": interval,
             "reward_mean": float(np.mean(rewards)),
             "reward_std": float(np.std(rewards)),
-            "reward_parts": _means(trajectory.reward_parts or {} for trajectory in trajectories),
+            "reward_parts": part_means(trajectory.reward_parts or {} for trajectory in trajectories),
             "staleness_mean": float(np.mean(staleness)),
             "staleness_max": int(max(staleness)),
             "publish_stall_s": self._publish_stall_s,
@@ -185,15 +186,6 @@ class StepMetrics:
 
 def _mean(values: list[float]) -> float | None:
     return float(np.mean(values)) if values else None
-
-
-def _means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each part of the reward, over the trajectories that it applies to."""
-    values: dict[str, list[float]] = {}
-    for each in parts:
-        for name, value in each.items():
-            values.setdefault(name, []).append(value)
-    return {name: float(np.mean(each)) for name, each in values.items()}
 
 
 def _idle(seconds: Mapping[str, float], busy: tuple[str, ...]) -> float:

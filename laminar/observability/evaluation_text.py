@@ -24,6 +24,8 @@ def evaluation_rows(result: EvaluationResult) -> Iterator[tuple[str, str]]:
     for k, value in result.pass_at.items():
         yield f"pass@{k}", f"{value:.4f}" + (f" +- {result.pass_at_1_stderr:.4f}" if k == 1 else "")
     yield "reward", _reward(result)
+    if len(result.reward_parts) > 1:
+        yield from ((f"reward, {name}", f"{mean:.4f}") for name, mean in result.reward_parts.items())
     yield "response tokens", f"mean {result.response_tokens_mean:.1f}, longest {result.response_tokens_max}"
     yield "cut off", percent(result.finish_length_fraction)
     yield "prompts", f"{result.prompts}, {result.samples} responses each"

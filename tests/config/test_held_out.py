@@ -2,9 +2,10 @@
 
 import pytest
 
-from laminar.config.checks import check_config
+from laminar.config.checks import check_config, check_machine
 from laminar.config.held_out import held_out, longest_context
 from laminar.config.schema import ExperimentConfig
+from laminar.controller.environment_manager import ANSWER_SLACK_S, score_limit_s
 from laminar.errors import UserError
 from laminar.launch.check_data import check_held_out
 
@@ -57,17 +58,23 @@ def test_greedy_responses_are_all_the_same():
 def test_what_is_said_of_the_reward_names_the_evaluations_keys():
     held = {"source": {"type": "jsonl", "path": "test.jsonl"}}
     message = problem_of(experiment(held))
-    assert "evaluation.reward_function: reasoning_gym" in message
+    assert "evaluation.reward.function: reasoning_gym" in message
     assert "evaluation.source.type is jsonl" in message
-    assert "did you mean exact?" in problem_of(experiment(held | {"reward_function": "exakt"}))
-    check_config(experiment(held | {"reward_function": "exact"}))
+    assert "did you mean exact?" in problem_of(experiment(held | {"reward": {"function": "exakt"}}))
+    check_config(experiment(held | {"reward": {"function": "exact"}}))
+    wrong = {"function": "regex", "params": {"patern": "x"}}
+    assert "evaluation.reward.params.patern: regex has no such option" in problem_of(
+        experiment(held | {"reward": wrong})
+    )
+    wrong = {"parts": [{"function": "exact"}, {"function": "exact"}]}
+    assert "evaluation.reward.parts.1.name: exact: another part" in problem_of(experiment(held | {"reward": wrong}))
 
 
 def test_its_data_is_read_before_the_start(tmp_path):
     file = tmp_path / "test.jsonl"
     file.write_text('{"prompt": "1 + 1", "answer": "two"}\n')
-    held = {"source": {"type": "jsonl", "path": str(file)}, "reward_function": "numeric"}
-    with pytest.raises(UserError, match=r"evaluation.reward_function numeric needs a number") as failure:
+    held = {"source": {"type": "jsonl", "path": str(file)}, "reward": {"function": "numeric"}}
+    with pytest.raises(UserError, match=r"evaluation.reward.function numeric needs a number") as failure:
         check_held_out(experiment(held))
     assert "test.jsonl" in str(failure.value)
     file.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
@@ -82,6 +89,28 @@ def test_evaluation_sees_its_own_prompts_and_reward_and_the_rest_as_it_is():
     assert view.data.source == config.evaluation.source
     assert view.reward == config.reward
     assert view.data.max_prompt_tokens == config.data.max_prompt_tokens
+
+
+def test_evaluation_may_add_up_rewards_of_its_own_and_keeps_the_limits_of_training():
+    parts = [{"function": "numeric"}, {"function": "length_penalty", "weight": 0.1, "timeout_s": 90}]
+    held = {"source": {"type": "jsonl", "path": "test.jsonl"}, "reward": {"parts": parts}}
+    config = experiment(held, reward={"function": "reasoning_gym", "timeout_s": 5, "workers": 3})
+    check_config(config)
+    reward = held_out(config).reward
+    assert (reward.title, reward.function) == ("numeric + length_penalty", None)
+    assert [reward.limit_s(part) for part in reward.terms()] == [5, 90]
+    assert reward.workers == 3
+    assert score_limit_s(config) == 90 + ANSWER_SLACK_S  # no worker is given up while it still scores
+
+
+def test_a_missing_file_that_both_would_read_is_told_once(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    reward = {"function": "reward_model", "params": {"path": "models/judge"}}
+    with pytest.raises(UserError) as failure:
+        check_machine(experiment({"source": GENERATORS | {"seed": 1}}, reward=reward))
+    assert str(failure.value).count("models/judge: no Hugging Face model there") == 1
+    with pytest.raises(UserError, match=r"evaluation.reward.params.path: models/judge: no Hugging Face model"):
+        check_machine(experiment({"source": GENERATORS | {"seed": 1}, "reward": reward}))
 
 
 def test_a_longer_response_than_training_has_needs_more_context():

@@ -212,13 +212,21 @@ async def test_the_users_mistakes_end_the_worker_with_a_message(
     assert await worker.exit_status() == 2
 
 
+EVALUATION_REWARD = {
+    "parts": [
+        {"function": "numeric"},
+        {"function": "length_penalty", "weight": 0.5, "params": {"max_tokens": 8}},
+    ]
+}
+
+
 async def test_held_out_prompts_are_those_of_the_evaluation_and_scored_by_its_reward(
     start_ready: Callable[..., Any], jsonl: Callable[..., dict[str, Any]], project: Path
 ) -> None:
     source = jsonl(*({"prompt": f"p{number}", "answer": "x"} for number in range(3)))
     held_out = project / "held-out.jsonl"
     held_out.write_text('{"prompt": "held", "answer": "4.0"}\n')
-    evaluation = {"source": {"type": "jsonl", "path": str(held_out)}, "reward_function": "numeric"}
+    evaluation = {"source": {"type": "jsonl", "path": str(held_out)}, "reward": EVALUATION_REWARD}
     worker = await start_ready(data={"source": source}, function="exact", evaluation=evaluation)
 
     fetched = await worker.ask(FetchPrompts(start=0, count=4, evaluation=True))
@@ -229,5 +237,7 @@ async def test_held_out_prompts_are_those_of_the_evaluation_and_scored_by_its_re
 
     question = Scorer(project / "model").ask("t", "4", fetched.prompts[0])
     assert (await worker.ask(question)).reward == 0.0  # exact: "4" is not "4.0"
-    assert (await worker.ask(replace(question, evaluation=True))).reward == 1.0  # numeric
+    scored = await worker.ask(replace(question, evaluation=True))
+    assert scored.reward == 1.0 - 0.5 * 0.25  # numeric, and a penalty for two tokens of eight
+    assert scored.parts == {"numeric": 1.0, "length_penalty": -0.25}
     assert await worker.shut_down() == 0
