@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ from laminar.config.section import Section
 from laminar.config.yaml_file import EXPERIMENT, FileKind, read_yaml
 
 SHOWN_CHARACTERS = 80  # of a wrong value
+_NAME = re.compile(r"`([^`]+)`")  # one of those that a value may be, as `expected_text` writes it
 
 Root = TypeVar("Root", bound=Section)
 
@@ -102,7 +104,10 @@ def _message(detail: ErrorDetails, data: object, file: str, overrides: Sequence[
         shown = shown[:SHOWN_CHARACTERS] + "..."
     cause = next((text for text in reversed(overrides) if _sets(text, key)), None)
     place = f"the override --set {cause}" if cause else file
-    return f"{key}: {shown}; expected {expected}. Change it in {place}"
+    names = [] if "section" in expected else _NAME.findall(expected)
+    near = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else []
+    hint = f"; did you mean {near[0]}?" if near else "."
+    return f"{key}: {shown}; expected {expected}{hint} Change it in {place}"
 
 
 def _with_article(text: str) -> str:
