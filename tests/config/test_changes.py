@@ -14,6 +14,7 @@ from tests.controller.fake_workers import experiment
     [
         *("trainer.optimizer.learning_rate", "trainer.steps", "trainer.restarts", "trainer.checkpoint_every"),
         *("rollout.replicas", "rollout.restarts", "relay.count", "controller.port", "schedule.max_staleness"),
+        *("evaluation.every", "evaluation.share"),
     ],
 )
 def test_what_is_safe_may_change(key):
@@ -25,6 +26,7 @@ def test_what_is_safe_may_change(key):
     [
         *("model.path", "model.dtype", "data.source", "data.source.path", "seed", "name", "trainer.group_size"),
         *("rollout.temperature", "rollout.max_response_tokens", "schedule.name", "reward.function"),
+        *("evaluation.source.path", "evaluation.samples", "evaluation.reward.function"),
         "a.section.of.tomorrow",
     ],
 )
