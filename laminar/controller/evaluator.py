@@ -23,7 +23,7 @@ from laminar.controller.prompt_pool import Fetch, prompt_of
 from laminar.controller.replica import Replica
 from laminar.controller.rollout_fleet import RolloutFleet
 from laminar.controller.run_control import RunControl
-from laminar.errors import UserError
+from laminar.errors import RunFailed, UserError
 from laminar.evaluation_result import EvaluationResult, summarize
 from laminar.observability.events import (
     EvaluationFinished,
@@ -153,7 +153,8 @@ class Evaluator:
         Consumes what is due, waits for prompts and for the rollouts; unblocks `finish`.
 
         Raises:
-            UserError: not one of the held-out prompts can be used.
+            RunFailed: the environment can begin with none of the held-out prompts.
+            UserError: none of them is short enough.
         """
         prompts: list[Prompt] = []
         while True:
@@ -184,15 +185,21 @@ class Evaluator:
             answer = await self._fetch(len(records), min(FETCHED_AT_ONCE, count - len(records)))
             records += answer.prompts
             exhausted = answer.exhausted
-        fitting = [record for record in records if 0 < len(record.token_ids) <= self._max_prompt_tokens]
+        failures = [f"prompt {record.prompt_id}: {record.error}" for record in records if record.error]
+        fitting = [
+            record for record in records if not record.error and 0 < len(record.token_ids) <= self._max_prompt_tokens
+        ]
         self._rejected = len(records) - len(fitting)
+        if failures and not fitting:
+            raise RunFailed(f"evaluation.source: none of its first {len(records)} prompts can be used: {failures[-1]}")
         if not fitting:
             raise UserError(
                 f"evaluation.source: none of its first {len(records)} prompts has between 1 and {self._max_prompt_tokens} "
                 "tokens (data.max_prompt_tokens); raise that, or check data.prompt_template"
             )
         if self._rejected:
-            text = f"{self._rejected} of {len(records)} held-out prompts are longer than data.max_prompt_tokens and left out"
+            why = failures[-1] if failures else "they are longer than data.max_prompt_tokens"
+            text = f"{self._rejected} of {len(records)} held-out prompts are left out: {why}"
             self._events.emit(Notice(level="warning", text=text))
         return [prompt_of(record) for record in fitting]
 

@@ -1,7 +1,7 @@
 """Prompts that wait to be generated, fetched ahead of need.
 
-Invariants: every position of the data order is used once, in order; a prompt that cannot fit is counted and named, never
-retried; after the end of the data `exhausted` stays true.
+Invariants: every position of the data order is used once, in order; a prompt that cannot fit, or with which the environment
+cannot begin, is counted and named, never retried; after the end of the data `exhausted` stays true.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
 from laminar.controller.journal.restore import Restored
-from laminar.errors import UserError
+from laminar.errors import RunFailed, UserError
 from laminar.observability.events import EventBus, PromptRejected
 from laminar.protocol.messages import PromptRecord, PromptsFetched
 from laminar.trajectory import Prompt
+
+FAILURES = 8  # prompts in a row with which the environment could not begin: it is not the prompts that are at fault
 
 Fetch = Callable[[int, int], Awaitable[PromptsFetched]]
 
@@ -36,6 +38,8 @@ class PromptPool:
         self._rejected_before = {} if restored is None else restored.rejected  # these have been told of
         self.rejected = sum(prompt_id < self.cursor for prompt_id in self._rejected_before)
         self.exhausted = False
+        self._failed_in_a_row = 0
+        self._last_failure = ""
         self._fetch = fetch
         self._events = events
         self._max_prompt_tokens = max_prompt_tokens
@@ -69,6 +73,10 @@ class PromptPool:
         """Fetch whenever fewer than `low_water` prompts are left, until the data ends.
 
         Consumes prompts of the environment workers, waits for `take`, unblocks the rollout drivers by `on_filled`.
+
+        Raises:
+            RunFailed: the environment can begin with none of the last prompts.
+            UserError: not one prompt of the data can be used.
         """
         while not self.exhausted:
             await self._taken.wait()
@@ -76,6 +84,8 @@ class PromptPool:
             while len(self._prompts) < self._low_water and not self.exhausted:
                 answer = await self._fetch(self.cursor, self._low_water)
                 self._take_in(answer)
+        if self._failed_in_a_row and self.rejected == self.cursor:
+            raise RunFailed(f"none of the {self.rejected} prompts can be used: {self._last_failure}")
         if self.rejected and self.rejected == self.cursor:
             raise UserError(
                 f"data.max_prompt_tokens: all {self.rejected} prompts are longer than {self._max_prompt_tokens} tokens; "
@@ -87,15 +97,26 @@ class PromptPool:
         self.exhausted = answer.exhausted
         for record in answer.prompts:
             length = int(record.token_ids.shape[0])
-            if 0 < length <= self._max_prompt_tokens:
+            self._note_failure(record)
+            if not record.error and 0 < length <= self._max_prompt_tokens:
                 self._prompts.append(prompt_of(record))
                 continue
             self.rejected += 1
             if record.prompt_id in self._rejected_before:
                 continue
             reason = f"{length} tokens, data.max_prompt_tokens is {self._max_prompt_tokens}" if length else "no tokens"
-            self._events.emit(PromptRejected(prompt_id=record.prompt_id, source=record.source, reason=reason))
+            rejected = PromptRejected(prompt_id=record.prompt_id, source=record.source, reason=record.error or reason)
+            self._events.emit(rejected)
         self.on_filled()
+
+    def _note_failure(self, record: PromptRecord) -> None:
+        if not record.error:
+            self._failed_in_a_row = 0
+            return
+        self._failed_in_a_row += 1
+        self._last_failure = f"prompt {record.prompt_id} of {record.source}: {record.error}"
+        if self._failed_in_a_row == FAILURES:
+            raise RunFailed(f"{self._last_failure}. So it was with {FAILURES} prompts in a row")
 
 
 def prompt_of(record: PromptRecord) -> Prompt:

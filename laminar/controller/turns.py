@@ -23,6 +23,8 @@ from laminar.observability.events import EventBus, TrajectoryFailed, TrajectoryF
 from laminar.protocol.messages import EnvironmentStepped
 from laminar.trajectory import Trajectory, TrajectoryState, Turn
 
+FAILED_GROUPS = 8  # in a row, and no turn answered meanwhile: it is the environment that is at fault
+
 
 class Turns:
     """Hands turns over, and takes the answers in."""
@@ -36,6 +38,7 @@ class Turns:
         config: ExperimentConfig,
     ) -> None:
         self.pending = 0  # turns that wait for their answer
+        self._failed_in_a_row = 0  # groups on which the environment has failed
         self._environments = environments
         self._pool = pool
         self._fleet = fleet
@@ -67,10 +70,22 @@ class Turns:
                 self._ask(trajectory, asked_at, retries_left - 1)
             else:
                 self._fail(trajectory, error)
+                if answer is not None and trajectory.evaluation is None:  # not a worker that was lost
+                    self._count_failure(trajectory)
 
         self._environments.step(trajectory, answered)
 
+    def _count_failure(self, trajectory: Trajectory) -> None:
+        """Its group has been dropped. Raises RunFailed if that was so with all of late."""
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row == FAILED_GROUPS:
+            raise RunFailed(
+                f"{trajectory.error}. {FAILED_GROUPS} groups in a row had to be dropped, and the environment has answered no "
+                "turn meanwhile"
+            )
+
     def _take_in(self, trajectory: Trajectory, answer: EnvironmentStepped, seconds: float) -> None:
+        self._failed_in_a_row = 0
         start, end = trajectory.turn_start, trajectory.num_tokens
         last = len(trajectory.turns) + 1 == self._max_turns
         most = self._max_response_tokens if trajectory.evaluation is None else self._max_evaluation_tokens

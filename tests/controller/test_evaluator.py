@@ -1,6 +1,7 @@
 """Evaluation while a whole controller trains, against workers that are not real."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from laminar.controller.evaluator import NUMBERS_PER_LIFE
 from laminar.controller.journal.restore import Restored
 from laminar.controller.recent_results import RecentResults
 from laminar.controller.repl_commands import CommandError, execute
-from laminar.errors import UserError
+from laminar.errors import RunFailed, UserError
 from laminar.observability import events as event_types
 from laminar.protocol import messages
 from tests.controller import fake_workers as fakes
@@ -280,6 +281,27 @@ class OnlyLongPrompts(fakes.FakeEnvironment):
 async def test_a_held_out_prompt_that_is_too_long_is_left_out_and_counted(tmp_path):
     run = await Run(experiment(), tmp_path, environment=LongPrompts).to_the_end()
     assert [(result.prompts, result.prompts_rejected) for result in results(run)] == [(2, 1)]
+
+
+@pytest.mark.parametrize("bad", [(1,), (0, 1, 2)])
+async def test_a_held_out_prompt_with_which_the_environment_cannot_begin_is_left_out(tmp_path, bad):
+    class CannotBegin(fakes.FakeEnvironment):
+        async def answer(self, message):
+            async for answer in super().answer(message):
+                if isinstance(answer, messages.PromptsFetched) and answer.evaluation:
+                    prompts = [replace(p, error="no number" if p.prompt_id in bad else "") for p in answer.prompts]
+                    answer = replace(answer, prompts=tuple(prompts))
+                yield answer
+
+    going = Run(experiment(), tmp_path, environment=CannotBegin)
+    if len(bad) == 3:
+        with pytest.raises(RunFailed, match="none of its first 3 prompts can be used: prompt 2: no number"):
+            await going.to_the_end()
+        return
+    run = await going.to_the_end()
+    assert [(result.prompts, result.prompts_rejected) for result in results(run)] == [(2, 1)]
+    notices = [event.text for event in run.of(event_types.Notice)]
+    assert "1 of 3 held-out prompts are left out: prompt 1: no number" in notices
 
 
 async def test_a_source_without_a_prompt_that_fits_is_the_users_mistake(tmp_path):

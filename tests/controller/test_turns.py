@@ -1,6 +1,7 @@
 """Multi-turn trajectories through the whole controller, against workers that are not real."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -205,6 +206,54 @@ async def test_a_turn_that_fails_for_good_stops_the_run_if_that_is_wanted(tmp_pa
     Failing.times = 2
     with pytest.raises(RunFailed, match="environment.on_error: drop"):
         await Run(experiment(environment__on_error="fail"), tmp_path, environment=Failing).to_the_end()
+
+
+async def test_an_environment_that_fails_on_every_turn_ends_the_run(tmp_path):
+    class Broken(Tool):
+        def step(self, message, **changes):
+            return super().step(message, error="ConnectionError: no server")
+
+    with pytest.raises(RunFailed, match="ConnectionError: no server. 8 groups in a row had to be dropped"):
+        await Run(experiment(), tmp_path, environment=Broken).to_the_end()
+
+
+class CannotBegin(Tool):
+    """With these prompts."""
+
+    bad = ()
+
+    async def answer(self, message):
+        async for answer in super().answer(message):
+            if isinstance(answer, messages.PromptsFetched):
+                prompts = [replace(p, error="no number" if p.prompt_id in self.bad else "") for p in answer.prompts]
+                answer = replace(answer, prompts=tuple(prompts))
+            yield answer
+
+
+async def test_a_prompt_with_which_the_environment_cannot_begin_is_left_out_counted_and_named(tmp_path):
+    class Some(CannotBegin):
+        bad = (0, 2, 3)
+
+    run = await Run(experiment(), tmp_path, environment=Some).to_the_end()
+    assert [(e.prompt_id, e.reason) for e in run.of(event_types.PromptRejected)] == [(k, "no number") for k in Some.bad]
+    trained = {g.prompt.prompt_id for step in run.of(event_types.StepFinished) for g in step.groups}
+    assert len(trained) == 6 and not trained & set(Some.bad)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ((3,) * 1000, "prompt 7 of fake: no number. So it was with 8 prompts in a row"),
+        ((3,) * 5, "none of the 5 prompts can be used: prompt 4 of fake: no number"),
+    ],
+)
+async def test_an_environment_that_can_begin_with_nothing_ends_the_run(tmp_path, lengths, said):
+    class All(CannotBegin):
+        bad = range(1000)
+
+    All.lengths = lengths
+    with pytest.raises(RunFailed, match=said):
+        await Run(experiment(), tmp_path, environment=All).to_the_end()
 
 
 def test_a_worker_that_does_not_answer_a_turn_is_replaced_and_the_turn_goes_to_another(tmp_path):

@@ -26,6 +26,7 @@ class PromptRecord:
     token_ids: np.ndarray  # int32 [P]
     answer: str
     metadata: str  # JSON
+    error: str = ""  # why there can be no trajectory of it: the environment could not begin
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

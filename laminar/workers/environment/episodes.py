@@ -1,7 +1,8 @@
 """The environments of trajectories that are under way: one each, kept between two turns, or led to where it stood.
 
 Invariants: an environment answers a turn only after it has seen exactly the turns before it; one that takes longer than
-`environment.step_timeout_s` is an answer with an error, and delays no other. Used in the user-code thread only.
+`environment.step_timeout_s` is an answer with an error, and delays no other: coroutines interleave in the user-code thread,
+plain methods are called in threads of their own. Used in the user-code thread only.
 """
 
 from __future__ import annotations
@@ -12,23 +13,31 @@ import logging
 import math
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from laminar.config.user_function import in_one_line
 from laminar.data.metadata import decode_metadata
 from laminar.data.observation import ObservationEncoder
 from laminar.environments.environment import Environment, EnvironmentPrompt, Step
 from laminar.environments.registry import MakeEnvironment
 from laminar.errors import UserError
 from laminar.protocol.messages import EnvironmentStepped, StepEnvironment
+from laminar.workers.environment.user_code import in_its_own_thread
 
 log = logging.getLogger("laminar.environment")
 
+CLOSE_LIMIT_S = 2.0  # beside the limit of the turn: less than the controller waits for the answer beyond that
 KEPT_EPISODES = 1024  # those of dropped groups, and of trajectories that went to another worker, are among them
 NO_TOKENS: NDArray[np.int32] = np.empty(0, np.int32)
+
+
+class BeginFailed(Exception):
+    """An environment could not begin with a prompt; the message says why."""
 
 
 @dataclass(slots=True)
@@ -47,12 +56,27 @@ class Episodes:
         self._kept: OrderedDict[str, _Episode] = OrderedDict()
 
     async def first_observation(self, prompt: EnvironmentPrompt) -> str:
-        """What the environment says before the first turn; part of the prompt, so the same for a group."""
-        environment = self._make()
+        """What the environment says before the first turn; part of the prompt, so the same for a group.
+
+        Raises:
+            BeginFailed: it raised, took too long, or said something that is no text.
+        """
+        environment: Environment | None = None
         try:
-            return await _result(environment.reset(prompt)) or ""
+            async with asyncio.timeout(self._limit_s) as limit:
+                environment = self._make()
+                said = await _result(environment.reset, prompt)
+            if said is not None and not isinstance(said, str):
+                raise TypeError(f"reset returned {said!r:.80} ({type(said).__name__}); expected text or None")
+            return said or ""
+        except BaseException as error:  # as in `step`
+            if _is_cancelled(error):
+                raise
+            log.warning("the environment could not begin", exc_info=error)
+            raise BeginFailed(self._what(error, limit)) from error
         finally:
-            await _result(environment.close())
+            if environment is not None:
+                await self._close(environment)
 
     async def step(self, message: StepEnvironment) -> EnvironmentStepped:
         """Answer a turn. Never raises what an environment raises.
@@ -68,28 +92,29 @@ class Episodes:
                 step = await _answer(episode.environment, self._turn(message, turn - 1))
             observation = NO_TOKENS if step.done else self._observation(message, step)
             if step.done:
-                await self._close(episode)
+                await self._close(episode.environment)
             else:
                 episode.seen = _checksum(message, turn)
                 await self._keep(trajectory_id, episode)
         except BaseException as error:  # sys.exit() in user code must not end the thread
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise
-            if isinstance(error, UserError):
+            if _is_cancelled(error) or isinstance(error, UserError):
                 raise
             log.warning("trajectory %s: turn %d failed", trajectory_id, turn, exc_info=error)
             if episode is not None:
-                await self._close(episode)
-            late = isinstance(error, TimeoutError) and limit.expired()
-            what = f"it took longer than {self._limit_s:g} s" if late else f"{type(error).__name__}: {error}"
-            return _answered(message, error=what)
+                await self._close(episode.environment)
+            return _answered(message, error=self._what(error, limit))
         return _answered(message, token_ids=observation, reward=float(step.reward), done=step.done)
 
     async def close(self) -> None:
         """Let go of all."""
         while self._kept:
-            await self._close(self._kept.popitem()[1])
+            await self._close(self._kept.popitem()[1].environment)
+
+    def _what(self, error: BaseException, limit: asyncio.Timeout) -> str:
+        """What went wrong, in a line."""
+        if isinstance(error, TimeoutError) and limit.expired():
+            return f"it took longer than {self._limit_s:g} s"
+        return in_one_line(error)
 
     async def _episode(self, message: StepEnvironment) -> _Episode:
         """The environment of this trajectory, having seen all turns but the last."""
@@ -98,14 +123,14 @@ class Episodes:
         if episode is not None and before and episode.seen == _checksum(message, before):
             return episode
         if episode is not None:
-            await self._close(episode)
+            await self._close(episode.environment)
         episode = _Episode(self._make(), 0)
         try:
-            await _result(episode.environment.reset(_prompt(message)))
+            await _result(episode.environment.reset, _prompt(message))
             for turn in range(before):
                 await _answer(episode.environment, self._turn(message, turn))
         except BaseException:
-            await self._close(episode)
+            await self._close(episode.environment)
             raise
         return episode
 
@@ -119,22 +144,34 @@ class Episodes:
     async def _keep(self, trajectory_id: str, episode: _Episode) -> None:
         self._kept[trajectory_id] = episode
         if len(self._kept) > KEPT_EPISODES:
-            await self._close(self._kept.popitem(last=False)[1])
+            await self._close(self._kept.popitem(last=False)[1].environment)
 
-    async def _close(self, episode: _Episode) -> None:
+    async def _close(self, environment: Environment) -> None:
         try:
-            await _result(episode.environment.close())
-        except Exception as error:  # user code; the trajectory has its answer
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                await _result(environment.close)
+        except BaseException as error:  # user code; the trajectory has its answer
+            if _is_cancelled(error):
+                raise
             log.warning("an environment could not be closed", exc_info=error)
 
 
-async def _result(value: Any) -> Any:
-    """Of a coroutine function or a plain one."""
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether it is this task that is to end; a cancellation of the user's own making is an error like others."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+async def _result(method: Callable[..., Any], *args: Any) -> Any:
+    """Of a coroutine function, or of a plain one, which may block."""
+    if inspect.iscoroutinefunction(method):
+        return await method(*args)
+    value = await in_its_own_thread(method, *args)
     return await value if inspect.isawaitable(value) else value
 
 
 async def _answer(environment: Environment, response: str) -> Step:
-    step = await _result(environment.step(response))
+    step = await _result(environment.step, response)
     if not isinstance(step, Step):
         raise TypeError(
             f"step returned {step!r:.80} ({type(step).__name__}); expected laminar.environments.environment.Step"

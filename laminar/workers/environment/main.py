@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from laminar.config.data_schema import FileSource, ReasoningGymSource, SingleSource
+from laminar.config.environment_schema import EnvironmentConfig
 from laminar.config.held_out import held_out, in_its_words
 from laminar.config.schema import ExperimentConfig
 from laminar.data.metadata import decode_metadata, encode_metadata
 from laminar.data.observation import ObservationEncoder
 from laminar.data.open_source import open_source, total_prompts
-from laminar.data.source import PromptSource
+from laminar.data.source import Entry, PromptSource
 from laminar.data.tokenize import PromptEncoder, load_tokenizer
 from laminar.environments.environment import EnvironmentPrompt
 from laminar.environments.registry import load_environment
@@ -35,7 +36,7 @@ from laminar.protocol.messages import (
     TrajectoryScored,
 )
 from laminar.rewards.conventions import RewardInput
-from laminar.workers.environment.episodes import Episodes
+from laminar.workers.environment.episodes import BeginFailed, Episodes
 from laminar.workers.environment.reward_lanes import RewardLanes
 from laminar.workers.environment.scoring import Scoring
 from laminar.workers.environment.user_code import UserCodeThread
@@ -49,6 +50,7 @@ CLOSE_LIMIT_S = 5.0
 class Environment:
     """Data, tokenizer, environment and reward."""
 
+    config: EnvironmentConfig
     thread: UserCodeThread
     source: PromptSource
     total: int | None  # positions in the data order, None when it never ends
@@ -60,22 +62,45 @@ class Environment:
         """The tokenized prompt at a position of the data order, with what the environment says to it at first.
 
         In the user-code thread only.
+
+        Raises:
+            UserError: the entry is at fault, or the environment could not begin with it and that is to stop the run.
         """
-        entry = shown = self.source.entry(position)
+        entry = self.source.entry(position)
+        first, error = "", ""
         if self.episodes is not None:
-            prompt = EnvironmentPrompt(
-                text=entry.question, answer=entry.answer, metadata=entry.metadata, source=entry.source
-            )
-            first = await self.episodes.first_observation(prompt)
-            shown = replace(entry, question=entry.question + first)
+            try:
+                first = await self._first_observation(entry)
+            except BeginFailed as failure:
+                error = f"environment {self.config.name} could not begin with it: {failure}"
+                if self.config.on_error == "fail":
+                    raise UserError(
+                        f"prompt {position} of {entry.source}: {error}. Set environment.on_error: drop to leave such "
+                        "prompts out and count them"
+                    ) from failure
         return PromptRecord(
             prompt_id=position,
             source=entry.source,
             text=entry.question,
-            token_ids=self.encoder.encode(shown),
+            token_ids=self.encoder.encode(replace(entry, question=entry.question + first)),
             answer=entry.answer,
             metadata=encode_metadata(entry.metadata),
+            error=error,
         )
+
+    async def _first_observation(self, entry: Entry) -> str:
+        assert self.episodes is not None
+        prompt = EnvironmentPrompt(
+            text=entry.question, answer=entry.answer, metadata=entry.metadata, source=entry.source
+        )
+        retries_left = self.config.retries
+        while True:
+            try:
+                return await self.episodes.first_observation(prompt)
+            except BeginFailed:
+                if not retries_left:
+                    raise
+                retries_left -= 1
 
     async def score(self, message: ScoreTrajectory) -> TrajectoryScored:
         """Decode a response and ask the reward, about its last turn."""
@@ -170,6 +195,7 @@ async def _open(
     scoring = Scoring(config, lanes, thread)
     await scoring.start()
     return Environment(
+        config=config.environment,
         thread=thread,
         source=source,
         total=total_prompts(config, source),

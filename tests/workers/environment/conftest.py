@@ -80,6 +80,7 @@ async def start(project: Path) -> AsyncIterator[Callable[..., Any]]:
         function: str = "reasoning_gym",
         model: str = "model",
         evaluation: dict[str, Any] | None = None,
+        environment: dict[str, Any] | None = None,
         **variables: str,
     ) -> EnvironmentProcess:
         config = ExperimentConfig.model_validate(
@@ -89,6 +90,7 @@ async def start(project: Path) -> AsyncIterator[Callable[..., Any]]:
                 "data": data,
                 "reward": {"function": function},
                 "evaluation": evaluation,
+                "environment": environment or {},
                 "trainer": {"steps": 1, "groups_per_step": 1, "group_size": 2},
                 "controller": {"heartbeat_s": 0.05},
             }

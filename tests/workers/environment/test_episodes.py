@@ -1,6 +1,8 @@
 """Environments of trajectories under way: kept between turns, led to where they stood, closed."""
 
 import asyncio
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from laminar.environments.environment import EnvironmentPrompt, Step
 from laminar.errors import UserError
 from laminar.protocol.messages import StepEnvironment
 from laminar.workers.environment import episodes as module
-from laminar.workers.environment.episodes import Episodes
+from laminar.workers.environment.episodes import BeginFailed, Episodes
 from tests.tiny_models import make_tokenizer
 
 
@@ -131,6 +133,73 @@ async def test_one_that_takes_too_long_is_given_up(encoder, ask):
     answer = await Episodes(Slow, encoder, limit_s=0.01).step(ask("a"))
     assert answer.error == "it took longer than 0.01 s"
     assert Counting.made[0].closed == 1
+
+
+class Plain:
+    """Blocks in any of its methods until the test lets it go on; `entered` says where."""
+
+    def __init__(self, blocks=None):
+        self.blocks, self.entered, self.gate = blocks, threading.Event(), threading.Event()
+
+    def _maybe_block(self, method):
+        if method == self.blocks:
+            self.entered.set()
+            self.gate.wait()
+
+    def reset(self, prompt):
+        self._maybe_block("reset")
+
+    def step(self, response):
+        self._maybe_block("step")
+        return Step(observation=response)
+
+    def close(self):
+        self._maybe_block("close")
+
+
+async def test_a_plain_method_that_blocks_holds_up_no_other_trajectory(tokenizer, encoder, ask):
+    made = iter([blocking := Plain("step"), Plain()])
+    episodes = Episodes(lambda: next(made), encoder, limit_s=60.0)
+    first = asyncio.create_task(episodes.step(ask("slow", trajectory_id="0.0")))
+    await asyncio.to_thread(blocking.entered.wait)
+    assert text(tokenizer, await episodes.step(ask("quick", trajectory_id="1.0"))) == "quick"
+    assert not first.done()
+    blocking.gate.set()
+    assert text(tokenizer, await first) == "slow"
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+async def test_a_plain_method_that_never_returns_is_given_up(encoder, ask, method):
+    hanging = Plain(method)
+    answer = await Episodes(lambda: hanging, encoder, limit_s=0.01).step(ask("a"))
+    assert answer.error == "it took longer than 0.01 s"
+    hanging.gate.set()
+
+
+async def test_a_turn_that_is_over_does_not_wait_for_a_close_that_never_returns(encoder, ask, monkeypatch):
+    monkeypatch.setattr(module, "CLOSE_LIMIT_S", 0.01)
+    hanging = Plain("close")
+    hanging.step = lambda response: Step(done=True)
+    assert (await Episodes(lambda: hanging, encoder, limit_s=60.0).step(ask("a"))).done
+    hanging.gate.set()
+
+
+@pytest.mark.parametrize(
+    ("reset", "said"),
+    [
+        (lambda prompt: int(prompt.answer), "ValueError: invalid literal for int"),
+        (lambda prompt: sys.exit(3), "SystemExit: 3"),
+        (lambda prompt: 42, "reset returned 42 (int); expected text or None"),
+    ],
+)
+async def test_an_environment_that_cannot_begin_says_why(encoder, reset, said):
+    environment = Counting()
+    environment.reset = reset
+    episodes = Episodes(lambda: environment, encoder, limit_s=60.0)
+    with pytest.raises(BeginFailed) as failure:
+        await episodes.first_observation(EnvironmentPrompt(text="", answer="no number", metadata={}, source=""))
+    assert said in str(failure.value)
+    assert environment.closed == 1
 
 
 async def test_a_users_mistake_ends_the_worker(encoder, ask):

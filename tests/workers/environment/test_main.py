@@ -57,6 +57,9 @@ class Scorer:
     def __init__(self, model: Path) -> None:
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model))
 
+    def text(self, prompt: PromptRecord) -> str:
+        return str(self._tokenizer.decode(prompt.token_ids))
+
     def ask(self, trajectory_id: str, response: str, prompt: PromptRecord | None = None) -> ScoreTrajectory:
         ids = [*self._tokenizer.encode(response), self._tokenizer.eos_token_id]
         return ScoreTrajectory(
@@ -210,6 +213,43 @@ async def test_the_users_mistakes_end_the_worker_with_a_message(
     assert failed.user_error
     assert failed.error.startswith("data.jsonl:1: not JSON")
     assert await worker.exit_status() == 2
+
+
+GAME = """
+from laminar.environments.environment import Step
+
+class Game:
+    def reset(self, prompt):
+        return f" (of {int(prompt.answer)})"
+
+    def step(self, response):
+        return Step(done=True)
+
+    def close(self):
+        pass
+"""
+
+
+async def test_a_prompt_with_which_the_environment_cannot_begin_is_told_and_the_worker_goes_on(
+    start: Callable[..., Any], start_ready: Callable[..., Any], jsonl: Callable[..., dict[str, Any]], project: Path
+) -> None:
+    (project / "game.py").write_text(GAME)
+    (project / "model" / "generation_config.json").write_text('{"eos_token_id": 257}')
+    source = {**jsonl({"prompt": "a", "answer": "7"}, {"prompt": "b", "answer": "seven"}), "shuffle": False}
+    environment = {"name": "game:Game", "retries": 0}
+    worker = await start_ready(data={"source": source}, function="exact", environment=environment)
+    good, bad = (await worker.ask(FetchPrompts(start=0, count=2))).prompts
+    assert Scorer(project / "model").text(good) == "a (of 7)" and not good.error
+    assert bad.error.startswith("environment game:Game could not begin with it: ValueError: invalid literal for int()")
+    assert "game.py" in bad.error
+    assert await worker.shut_down() == 0
+
+    environment["on_error"] = "fail"
+    worker = await start_ready(data={"source": source}, function="exact", environment=environment)
+    failed = await worker.ask(FetchPrompts(start=0, count=2))
+    assert isinstance(failed, WorkerFailed) and failed.user_error
+    assert failed.error.startswith("prompt 1 of data.jsonl: environment game:Game could not begin with it: ValueError")
+    assert "environment.on_error: drop" in failed.error
 
 
 EVALUATION_REWARD = {
