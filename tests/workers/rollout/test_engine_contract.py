@@ -9,6 +9,7 @@ import asyncio
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -17,10 +18,14 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
+from laminar.data.tokenize import load_tokenizer
 from laminar.weights.store import WeightStore
 from laminar.weights.tensors import layout_of, write_tensors
 from laminar.workers.rollout.engine import EngineSettings, GenerationRequest
 from laminar.workers.rollout.engines import choose_engine
+from laminar.workers.rollout.main import RolloutWorker
+from laminar.workers.rollout.stop_texts import StopTexts
+from laminar.workers.rollout.vllm_engine import BLOCK_TOKENS
 from tests.tiny_models import VOCABULARY, make_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -328,6 +333,60 @@ async def test_stop_tokens_end_and_are_included(rig):
     assert (stopped.tokens, stopped.finish_reason) == (whole.tokens[:end], "stop")
     assert (last.tokens, last.finish_reason) == (whole.tokens[:end], "stop"), "stopping counts, not the length"
     assert (untouched.tokens, untouched.finish_reason) == (whole.tokens, "length")
+
+
+async def turn(engine, stops, request) -> Result:
+    """A turn as the rollout worker has it generated: up to the first stop text."""
+    session = SimpleNamespace(config=SimpleNamespace(rollout=None))
+    result = Result([], [], "", set())
+    async for delta in RolloutWorker(session, engine, (), stop_texts=stops)._turn(None, request):
+        result.tokens += delta.token_ids.tolist()
+        result.logprobs += delta.logprobs.tolist()
+        result.finish_reason = delta.finish_reason or ""
+    return result
+
+
+async def test_a_turn_ends_at_a_stop_text_and_the_next_goes_on_behind_the_observation(rig, monkeypatch):
+    engine, model, prompt = rig.replicas[0], rig.models["a"], PROMPTS[7]
+    tokenizer = load_tokenizer(model.config.name_or_path)
+    whole = await collect(engine, make_request(prompt, max_new_tokens=100))
+    places = [
+        place
+        for place in range(40, 98)
+        if all(tokenizer.decode([t]).isprintable() and tokenizer.decode([t]) for t in whole.tokens[place : place + 3])
+    ]
+    text = tokenizer.decode(whole.tokens[places[0] : places[0] + 3])
+    end = next(n for n in range(1, 101) if text in tokenizer.decode(whole.tokens[:n]))
+    assert end > 8, "it ends within the first delta"
+    stops = StopTexts(tokenizer, [text])
+    assert not stops.token_ids, "the engine would stop by itself"
+    first = await turn(engine, stops, make_request(prompt, max_new_tokens=100))
+    assert_greedy(model, prompt, first, end)
+    assert first.finish_reason == "stop"
+
+    cached = cached_tokens(engine, monkeypatch)
+    observed = [*first.tokens, *range(30, 47)]
+    second = await turn(engine, stops, make_request(prompt, token_ids=observed, max_new_tokens=5))
+    assert_greedy(model, [*prompt, *observed], second, 5)
+    if cached is not None:
+        whole_blocks = (len(prompt) + end - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert cached == [whole_blocks] and whole_blocks >= 2 * BLOCK_TOKENS
+
+
+def cached_tokens(engine, monkeypatch) -> list[int] | None:
+    """Tokens of each context, from now on, that vLLM finds in its prefix cache; None: the engine has none."""
+    figures = getattr(engine, "_figures", None)
+    if figures is None:
+        return None
+    found, record = [], figures.record
+
+    def watch(scheduler_stats, iteration_stats, *more, **named):
+        if iteration_stats is not None:
+            found.extend(finished.num_cached_tokens for finished in iteration_stats.finished_requests)
+        record(scheduler_stats, iteration_stats, *more, **named)
+
+    monkeypatch.setattr(figures, "record", watch)
+    return found
 
 
 async def test_load_figures_move(rig):
