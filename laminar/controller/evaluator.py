@@ -153,7 +153,7 @@ class Evaluator:
         Consumes what is due, waits for prompts and for the rollouts; unblocks `finish`.
 
         Raises:
-            RunFailed: the environment can begin with none of the held-out prompts.
+            RunFailed: none of the held-out prompts can be used.
             UserError: none of them is short enough.
         """
         prompts: list[Prompt] = []

@@ -1,7 +1,8 @@
 """Prompts that wait to be generated, fetched ahead of need.
 
-Invariants: every position of the data order is used once, in order; a prompt that cannot fit, or with which the environment
-cannot begin, is counted and named, never retried; after the end of the data `exhausted` stays true.
+Invariants: every position of the data order is used once, in order; a prompt that cannot be used (it does not fit, its row is
+at fault, the environment cannot begin with it) is counted and named, never retried; after the end of the data `exhausted`
+stays true.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from laminar.observability.events import EventBus, PromptRejected
 from laminar.protocol.messages import PromptRecord, PromptsFetched
 from laminar.trajectory import Prompt
 
-FAILURES = 8  # prompts in a row with which the environment could not begin: it is not the prompts that are at fault
+FAILURES = 8  # prompts in a row that cannot be used: it is not single rows that are at fault
 
 Fetch = Callable[[int, int], Awaitable[PromptsFetched]]
 
@@ -75,8 +76,8 @@ class PromptPool:
         Consumes prompts of the environment workers, waits for `take`, unblocks the rollout drivers by `on_filled`.
 
         Raises:
-            RunFailed: the environment can begin with none of the last prompts.
-            UserError: not one prompt of the data can be used.
+            RunFailed: none of the last prompts could be used.
+            UserError: not one prompt of the data is short enough.
         """
         while not self.exhausted:
             await self._taken.wait()
@@ -114,7 +115,7 @@ class PromptPool:
             self._failed_in_a_row = 0
             return
         self._failed_in_a_row += 1
-        self._last_failure = f"prompt {record.prompt_id} of {record.source}: {record.error}"
+        self._last_failure = f"prompt {record.prompt_id}: {record.error}"
         if self._failed_in_a_row == FAILURES:
             raise RunFailed(f"{self._last_failure}. So it was with {FAILURES} prompts in a row")
 

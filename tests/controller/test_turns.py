@@ -243,8 +243,8 @@ async def test_a_prompt_with_which_the_environment_cannot_begin_is_left_out_coun
 @pytest.mark.parametrize(
     ("lengths", "said"),
     [
-        ((3,) * 1000, "prompt 7 of fake: no number. So it was with 8 prompts in a row"),
-        ((3,) * 5, "none of the 5 prompts can be used: prompt 4 of fake: no number"),
+        ((3,) * 1000, "prompt 7: no number. So it was with 8 prompts in a row"),
+        ((3,) * 5, "none of the 5 prompts can be used: prompt 4: no number"),
     ],
 )
 async def test_an_environment_that_can_begin_with_nothing_ends_the_run(tmp_path, lengths, said):

@@ -26,7 +26,7 @@ class PromptRecord:
     token_ids: np.ndarray  # int32 [P]
     answer: str
     metadata: str  # JSON
-    error: str = ""  # why there can be no trajectory of it: the environment could not begin
+    error: str = ""  # why it cannot be used: the row is at fault, or the environment could not begin with it
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -2,7 +2,7 @@
 
 It makes prompts (source, template, tokenizer), answers turns (the environment) and scores responses (the user's rewards), many
 at once. Invariant: every question gets exactly one answer; a reward that fails, hangs or crashes is an answer with an error
-and delays no other, while data that cannot be read ends the worker. The controller restarts a worker that does not answer in
+and delays no other, and a row of the data that cannot be used is a prompt with an error. The controller restarts a worker that does not answer in
 time all the same: code of the user's that blocks the thread's loop, say.
 """
 
@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from laminar.config.data_schema import FileSource, ReasoningGymSource, SingleSource
-from laminar.config.environment_schema import EnvironmentConfig
 from laminar.config.held_out import held_out, in_its_words
 from laminar.config.schema import ExperimentConfig
 from laminar.data.metadata import decode_metadata, encode_metadata
@@ -36,7 +35,7 @@ from laminar.protocol.messages import (
     TrajectoryScored,
 )
 from laminar.rewards.conventions import RewardInput
-from laminar.workers.environment.episodes import BeginFailed, Episodes
+from laminar.workers.environment.episodes import NO_TOKENS, BeginFailed, Episodes
 from laminar.workers.environment.reward_lanes import RewardLanes
 from laminar.workers.environment.scoring import Scoring
 from laminar.workers.environment.user_code import UserCodeThread
@@ -50,7 +49,7 @@ CLOSE_LIMIT_S = 5.0
 class Environment:
     """Data, tokenizer, environment and reward."""
 
-    config: EnvironmentConfig
+    config: ExperimentConfig
     thread: UserCodeThread
     source: PromptSource
     total: int | None  # positions in the data order, None when it never ends
@@ -61,39 +60,42 @@ class Environment:
     async def prompt(self, position: int) -> PromptRecord:
         """The tokenized prompt at a position of the data order, with what the environment says to it at first.
 
-        In the user-code thread only.
+        In the user-code thread only. One that cannot be used says why.
 
         Raises:
-            UserError: the entry is at fault, or the environment could not begin with it and that is to stop the run.
+            UserError: the environment could not begin with it, and that is to stop the run.
         """
-        entry = self.source.entry(position)
-        first, error = "", ""
-        if self.episodes is not None:
-            try:
-                first = await self._first_observation(entry)
-            except BeginFailed as failure:
-                error = f"environment {self.config.name} could not begin with it: {failure}"
-                if self.config.on_error == "fail":
-                    raise UserError(
-                        f"prompt {position} of {entry.source}: {error}. Set environment.on_error: drop to leave such "
-                        "prompts out and count them"
-                    ) from failure
+        entry, token_ids, error = Entry(source=describe_data(self.config), question="", answer=""), NO_TOKENS, ""
+        try:
+            entry = self.source.entry(position)
+            first = await self._first_observation(entry)
+            token_ids = self.encoder.encode(replace(entry, question=entry.question + first))
+        except UserError as failure:  # a row that cannot be used; others can be
+            error = str(failure)
+        except BeginFailed as failure:
+            error = f"environment {self.config.environment.name} could not begin with it: {failure}"
+            if self.config.environment.on_error == "fail":
+                raise UserError(
+                    f"prompt {position} of {entry.source}: {error}. Set environment.on_error: drop to leave such prompts "
+                    "out and count them"
+                ) from failure
         return PromptRecord(
             prompt_id=position,
             source=entry.source,
             text=entry.question,
-            token_ids=self.encoder.encode(replace(entry, question=entry.question + first)),
+            token_ids=token_ids,
             answer=entry.answer,
             metadata=encode_metadata(entry.metadata),
             error=error,
         )
 
     async def _first_observation(self, entry: Entry) -> str:
-        assert self.episodes is not None
+        if self.episodes is None:
+            return ""
         prompt = EnvironmentPrompt(
             text=entry.question, answer=entry.answer, metadata=entry.metadata, source=entry.source
         )
-        retries_left = self.config.retries
+        retries_left = self.config.environment.retries
         while True:
             try:
                 return await self.episodes.first_observation(prompt)
@@ -195,7 +197,7 @@ async def _open(
     scoring = Scoring(config, lanes, thread)
     await scoring.start()
     return Environment(
-        config=config.environment,
+        config=config,
         thread=thread,
         source=source,
         total=total_prompts(config, source),
@@ -278,7 +280,7 @@ async def answer_messages(session: WorkerSession, thread: UserCodeThread, enviro
     """A task for every question, until `Shutdown`; what is unanswered then is given up.
 
     Raises:
-        UserError: an entry of the data is at fault.
+        UserError: the user wants the run to stop on what the environment did.
     """
 
     async def fetch(message: FetchPrompts) -> None:

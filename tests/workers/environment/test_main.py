@@ -206,13 +206,26 @@ async def test_the_users_mistakes_end_the_worker_with_a_message(
     assert failed.error.startswith("reward.function: mine:reward: importing mine failed: ModuleNotFoundError")
     assert await worker.exit_status() == 2
 
-    worker = await start_ready(data={"source": source}, function="exact")
-    (project / "data.jsonl").write_text("x\n")
-    failed = await worker.ask(FetchPrompts(start=0, count=1))
-    assert isinstance(failed, WorkerFailed)
-    assert failed.user_error
-    assert failed.error.startswith("data.jsonl:1: not JSON")
-    assert await worker.exit_status() == 2
+
+async def test_rows_that_cannot_be_used_are_told_and_the_worker_goes_on(
+    start_ready: Callable[..., Any], jsonl: Callable[..., dict[str, Any]], project: Path
+) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "a", "by": "x"}, {"text": "b"}, {"prompt": "c"}, {"prompt": ["d"]}]
+    data = {"source": {**jsonl(*rows), "shuffle": False}, "prompt_template": "{question} {by}"}
+    worker = await start_ready(data=data, function="exact")
+    prompts = (await worker.ask(FetchPrompts(start=0, count=4))).prompts
+    assert [(prompt.prompt_id, bool(len(prompt.token_ids))) for prompt in prompts] == [
+        (0, True),
+        (1, False),
+        (2, False),
+        (3, False),
+    ]
+    errors = [prompt.error for prompt in prompts]
+    assert errors[0] == "" and prompts[1].source == "data.jsonl"
+    assert errors[1].startswith("data.jsonl:2: no key 'prompt'; the keys are: text")
+    assert errors[2].startswith("data.prompt_template: no field 'by'")
+    assert errors[3].startswith("data.jsonl:4: prompt: expected text that is not empty, or a list of chat messages")
+    assert await worker.shut_down() == 0
 
 
 GAME = """
