@@ -1,26 +1,45 @@
 """Metadata as JSON and back, without loss: generators compare tuples and look up integer keys when they score.
 
 Invariant: `decode_metadata(encode_metadata(m)) == m`, types included. What plain JSON can say stays plain JSON; only
-tuples and mappings whose keys are not text are written as objects with one tag.
+tuples, mappings whose keys are not text, and the values that columns of a Parquet file may hold beside those (bytes, dates
+and times, decimals) are written as objects with one tag.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
 TUPLE_TAG = "$tuple"
 MAPPING_TAG = "$mapping"
-TAGS = frozenset({TUPLE_TAG, MAPPING_TAG})
+# type -> tag, to text, and back; the first that fits
+TEXTS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
+    bytes: ("$bytes", lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    datetime: ("$datetime", datetime.isoformat, datetime.fromisoformat),
+    date: ("$date", date.isoformat, date.fromisoformat),
+    time: ("$time", time.isoformat, time.fromisoformat),
+    timedelta: (
+        "$microseconds",
+        lambda value: str(value // timedelta(microseconds=1)),
+        lambda text: timedelta(microseconds=int(text)),
+    ),
+    Decimal: ("$decimal", str, Decimal),
+}
+READ = {tag: read for tag, _, read in TEXTS.values()}
+TAGS = frozenset({TUPLE_TAG, MAPPING_TAG, *READ})
 
 
 def encode_metadata(metadata: dict[str, Any]) -> str:
     """JSON text.
 
     Raises:
-        TypeError: a value is neither JSON, a tuple, a mapping nor a NumPy scalar or array.
+        TypeError: a value is neither JSON, a tuple, a mapping, one of `TEXTS` nor a NumPy scalar or array.
     """
     return json.dumps(_plain(metadata), ensure_ascii=False)
 
@@ -47,6 +66,9 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, np.ndarray):
         return _plain(value.tolist())
+    for kind, (tag, write, _) in TEXTS.items():
+        if isinstance(value, kind):
+            return {tag: write(value)}
     return value
 
 
@@ -58,5 +80,7 @@ def _restored(value: Any) -> Any:
             return tuple(_restored(item) for item in value[TUPLE_TAG])
         if len(value) == 1 and MAPPING_TAG in value:
             return {_restored(key): _restored(item) for key, item in value[MAPPING_TAG]}
+        if len(value) == 1 and (tag := next(iter(value))) in READ:
+            return READ[tag](value[tag])
         return {key: _restored(item) for key, item in value.items()}
     return value

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from laminar.config.data_schema import HuggingFaceSource, ParquetSource
+from laminar.data.metadata import decode_metadata, encode_metadata
 from laminar.data.open_source import open_rows, open_single
 from laminar.errors import UserError
 
@@ -37,6 +40,13 @@ def test_a_parquet_file_with_nested_columns(tmp_path: Path) -> None:
     assert rows.where(2) == f"{path}, row 3"
     entry = open_single(parquet(path, prompt_field="chat", shuffle=False), 0, "data.source").entry(1)
     assert (entry.question, entry.answer, entry.source) == ("m1", "1", "train.parquet")
+
+
+def test_columns_of_kinds_that_json_does_not_know_reach_rewards(tmp_path: Path) -> None:
+    at = datetime(2024, 2, 29, 12)
+    path = write(tmp_path / "train.parquet", 0, 1, image=[b"\x89PNG"], at=[at], cost=[Decimal("1.50")])
+    entry = open_single(parquet(path), 0, "data.source").entry(0)
+    assert decode_metadata(encode_metadata(entry.metadata)) == {"image": b"\x89PNG", "at": at, "cost": Decimal("1.50")}
 
 
 def test_shards_are_one_source_in_the_order_of_their_names(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -19,6 +21,9 @@ from laminar.data.metadata import decode_metadata, encode_metadata
         {"$tuple": [1, 2]},
         {"outer": {"$mapping": [["a", 1]]}},
         {"$tuple": (1,), "other": 2},
+        {"image": b"\x00\xff", "cost": Decimal("1.50"), "took": timedelta(days=-1, microseconds=3)},
+        {"at": datetime(2024, 2, 29, 12, 0, 0, 5, UTC), "on": date(2024, 2, 29), "from": time(6, 30)},
+        {"$bytes": "no base64"},
     ],
 )
 def test_comes_back_with_its_types(metadata: dict[str, object]) -> None:
