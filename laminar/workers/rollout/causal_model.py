@@ -140,6 +140,21 @@ class CausalModel:
         logits: torch.Tensor = output.logits
         return logits[:, -1]
 
+    def extend(
+        self, tokens: NDArray[np.int64], positions: torch.Tensor, mask: torch.Tensor, cache: SlotCache
+    ) -> torch.Tensor:
+        """Logits [1, vocabulary] behind more tokens (int64 [q]) of one slot; positions and mask are from the cache."""
+        output = self._model(
+            input_ids=torch.from_numpy(tokens).to(self.device)[None],
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: torch.Tensor = output.logits
+        return logits[:, -1]
+
     @torch.no_grad()
     def load_weights(self, path: str) -> None:
         """Copy a version file's tensors into the model.

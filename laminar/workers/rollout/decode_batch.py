@@ -3,7 +3,7 @@
 Invariants: row i of the batch lives in slot i of the cache; a row's last token has been reported but is not in the cache
 yet (the next step writes it), so a slot holds one token less than its trajectory. Finished rows leave after the step that
 finished them, the last row takes their place, and waiting ones join by a prefill before the next step, or, with exported
-KV, by a copy of it.
+KV, by a copy of it. Where trajectories have several turns, those that come back find what free slots still hold of them.
 
 Everything here runs in one thread, which `TorchEngine` owns.
 """
@@ -24,6 +24,7 @@ from laminar.workers.rollout import token_sampling
 from laminar.workers.rollout.causal_model import CausalModel
 from laminar.workers.rollout.decode_row import Row
 from laminar.workers.rollout.engine import EngineLoad, EngineSettings, GenerationRequest, KvExported, KvImported
+from laminar.workers.rollout.kept_prefixes import KeptPrefixes
 from laminar.workers.rollout.kv_file import KvRefused
 from laminar.workers.rollout.move_costs import MoveCosts
 from laminar.workers.rollout.slot_cache import SlotCache
@@ -70,6 +71,7 @@ class DecodeBatch:
             device=self.model.device,
         )
         self.transfer = SlotTransfer(self.model, self.cache)
+        self.kept = KeptPrefixes(self.cache, self.slots) if settings.several_turns else None
         self.costs = MoveCosts()
         self._moves_kv = settings.moves_kv
         self.policy_version = -1
@@ -144,6 +146,8 @@ class DecodeBatch:
             )
         self.model.load_weights(path)
         self.policy_version = policy_version
+        if self.kept is not None:
+            self.kept.clear()
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
@@ -152,6 +156,8 @@ class DecodeBatch:
         while self.waiting and len(self.rows) < self.slots:
             if self.waiting[0].request.kv is not None and self.waiting[0].imported is None:
                 self._import(self.waiting[0])
+            elif (found := self._kept_of(self.waiting[0])) is not None:
+                finished += self._extend(self.waiting.popleft(), *found)
             else:
                 finished += self._prefill(self._next_to_join())
         if self.rows:
@@ -167,6 +173,7 @@ class DecodeBatch:
         assert path is not None
         started = time.perf_counter()
         slot, tokens = len(self.rows), len(context) - 1
+        self._make_room(1)
         try:
             if not self._moves_kv:
                 raise KvRefused("this engine does not move KV")
@@ -193,6 +200,8 @@ class DecodeBatch:
             request = self.waiting[0].request
             if joining and request.kv is not None and self.waiting[0].imported is None:
                 break
+            if joining and self._kept_of(self.waiting[0]) is not None:
+                break
             lengths.add(len(request.prompt_token_ids) + len(request.token_ids))
             count = len(joining) + 1
             logits = count * len(lengths) * self.model.vocabulary
@@ -213,6 +222,7 @@ class DecodeBatch:
         for i, context in enumerate(distinct.values()):
             tokens[i, : len(context)] = context
         slots = np.arange(len(self.rows), len(self.rows) + len(joining))
+        self._make_room(len(joining))
         self.cache.prefill(slots, sources, lengths)
         last_positions, columns = np.unique(lengths - 1, return_inverse=True)
         logits = self.model.prefill(tokens, last_positions, self.cache)[sources, columns]
@@ -223,6 +233,30 @@ class DecodeBatch:
         finished = self._append(slots, logits)
         self.costs.prefilled(sum(map(len, distinct.values())), time.perf_counter() - started)
         return finished
+
+    def _kept_of(self, row: Row) -> tuple[int, int] | None:
+        """(slot, tokens): where the KV of this trajectory's earlier turns still lies, beyond its prompt."""
+        if self.kept is None or not len(row.request.token_ids):
+            return None
+        return self.kept.longest(row.context(), len(row.request.prompt_token_ids) + 1)
+
+    def _extend(self, row: Row, source: int, start: int) -> list[Row]:
+        """Put a row into the next slot behind what a free slot holds of it, and generate its first token."""
+        assert self.kept is not None
+        slot, context = len(self.rows), row.context()
+        self.kept.bring(source, slot)
+        positions, mask = self.cache.extend(slot, start, len(context) - start)
+        logits = self.model.extend(context[start:].astype(np.int64), positions, mask, self.cache)
+        slots = np.array([slot])
+        self.rows.append(row)
+        self._lengths[slot] = len(context)
+        self._set_sampling(slots, [row])
+        return self._append(slots, logits)
+
+    def _make_room(self, count: int) -> None:
+        """The next slots are taken."""
+        if self.kept is not None:
+            self.kept.make_room(len(self.rows), count)
 
     def _set_sampling(self, slots: NDArray[np.int64], rows: list[Row]) -> None:
         self._temperature[slots] = [row.request.temperature for row in rows]
@@ -264,10 +298,17 @@ class DecodeBatch:
         return finished
 
     def _remove(self, slot: int) -> None:
-        """Free a slot; the last row moves into it."""
+        """Free a slot; the last row moves into it, and what was there may stay in the last slot."""
         last = len(self.rows) - 1
+        tokens = int(self._lengths[slot])
+        if self.kept is not None:
+            row = self.rows[slot]
+            self.kept.keep(last, np.concatenate([row.context(), np.array(row.token_ids, np.int32)])[:tokens])
         if slot != last:
-            self.cache.move(last, slot, int(self._lengths[last]))
+            if self.kept is None:
+                self.cache.move(last, slot, int(self._lengths[last]))
+            else:
+                self.cache.swap(slot, last, tokens, int(self._lengths[last]))
             self.rows[slot] = self.rows[last]
             for values in (
                 self._lengths,

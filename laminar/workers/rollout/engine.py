@@ -97,6 +97,7 @@ class EngineSettings:
     threads: int  # CPU threads for the forward pass
     seed: int
     moves_kv: bool = False  # exports and imports KV; otherwise both are refused and every move prefills
+    several_turns: bool = False  # trajectories that have ended may come back with their tokens and a few more
 
 
 class RolloutEngine(Protocol):

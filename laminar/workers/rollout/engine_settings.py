@@ -24,4 +24,5 @@ def engine_settings(config: ExperimentConfig, index: int) -> EngineSettings:
         threads=config.rollout.threads,
         seed=config.seed * 1000 + index,
         moves_kv=moves_kv(config),
+        several_turns=config.environment.multi_turn,
     )

@@ -63,7 +63,7 @@ class SlotCache(Cache):
             lengths: int64 [n], tokens of each; the rest of the row is padding.
         """
         device = self.mask.device
-        self.window.prefill = True
+        self.window.prefill, self.window.extended = True, None
         self.window.slots = torch.from_numpy(slots).to(device)
         self.window.sources = torch.from_numpy(sources).to(device)
         past_end = torch.arange(self.mask.shape[-1], device=device) >= torch.from_numpy(lengths).to(device)[:, None]
@@ -81,12 +81,24 @@ class SlotCache(Cache):
         """
         device = self.mask.device
         window = self.window
-        window.prefill = False
+        window.prefill, window.extended = False, None
         window.longest = int(lengths.max()) + 1
         window.slots = torch.arange(len(lengths), device=device)
         window.positions = torch.from_numpy(lengths).to(device)
         self.mask[window.slots, 0, 0, window.positions] = 0.0
         return window.positions[:, None], self.mask[: len(lengths), :, :, : window.longest]
+
+    def extend(self, slot: int, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the next forward pass append `count` tokens to one slot, which holds `start`.
+
+        Returns:
+            their positions (int64 [1, count]) and the attention mask (additive, [1, 1, count, start + count]).
+        """
+        device = self.mask.device
+        self.window.prefill, self.window.extended = False, (slot, start)
+        self.fill(slot, start + count)
+        mask = torch.full((count, start + count), float("-inf"), dtype=self.mask.dtype, device=device).triu(start + 1)
+        return torch.arange(start, start + count, device=device)[None], mask[None, None]
 
     def fill(self, slot: int, length: int) -> None:
         """The slot's first `length` positions have been written from elsewhere."""
@@ -100,13 +112,23 @@ class SlotCache(Cache):
             layer.values[target, :, :length] = layer.values[source, :, :length]
         self.mask[target] = self.mask[source]
 
+    def swap(self, first: int, second: int, first_length: int, second_length: int) -> None:
+        """Exchange the first positions of two slots, and their masks."""
+        for layer in self.layers:
+            for stored in (layer.keys, layer.values):
+                kept = stored[first, :, :first_length].clone()
+                stored[first, :, :second_length] = stored[second, :, :second_length]
+                stored[second, :, :first_length] = kept
+        self.mask[[first, second]] = self.mask[[second, first]]
+
 
 class _Window:
     """Which part of the cache the current forward pass works on; shared by all layers."""
 
-    __slots__ = ("longest", "positions", "prefill", "slots", "sources")
+    __slots__ = ("extended", "longest", "positions", "prefill", "slots", "sources")
 
     prefill: bool
+    extended: tuple[int, int] | None  # the one slot, and the tokens that it holds; else all slots, one token each
     slots: torch.Tensor  # int64 [n]
     sources: torch.Tensor  # int64 [n], prefill only
     positions: torch.Tensor  # int64 [n], decode only
@@ -150,6 +172,12 @@ class _SlotLayer(CacheLayerMixin):
             self.keys[window.slots, :, :length] = key_states[window.sources]
             self.values[window.slots, :, :length] = value_states[window.sources]
             return key_states, value_states
+        if window.extended is not None:
+            slot, start = window.extended
+            end = start + key_states.shape[2]
+            self.keys[slot, :, start:end] = key_states[0]
+            self.values[slot, :, start:end] = value_states[0]
+            return self.keys[slot : slot + 1, :, :end], self.values[slot : slot + 1, :, :end]
         rows = len(window.slots)
         self.keys[window.slots, :, window.positions] = key_states[:, :, 0]
         self.values[window.slots, :, window.positions] = value_states[:, :, 0]
@@ -177,7 +205,8 @@ def slot_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a prefill (no mask: causal) or of a decode step (one query position, additive mask).
+    """Attention of a prefill (no mask: causal), of several tokens behind others, or of a decode step (one query position);
+    the latter two with an additive mask.
 
     A decode step treats the query heads that share a key head as that many query positions, so keys and values are
     read in place, never repeated.
@@ -187,7 +216,7 @@ def slot_attention(
         query: [n, query heads, q, key width].
         key: [n, heads, k, key width].
         value: [n, heads, k, value width].
-        attention_mask: None or [n, 1, 1, k].
+        attention_mask: None or [n, 1, q, k].
         scaling: factor on the scores.
         kwargs: what else the model passes on.
 
@@ -201,9 +230,11 @@ def slot_attention(
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"attention with {name}")
     rows, query_heads, tokens, _ = query.shape
-    if attention_mask is None:
-        shared = key.shape[1] != query_heads
-        output = scaled_dot_product_attention(query, key, value, is_causal=tokens > 1, scale=scaling, enable_gqa=shared)
+    if attention_mask is None or tokens > 1:
+        shared, causal = key.shape[1] != query_heads, attention_mask is None and tokens > 1
+        output = scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scaling, enable_gqa=shared
+        )
         return output.transpose(1, 2).contiguous(), None
     heads = key.shape[1]
     grouped = query.reshape(rows, heads, query_heads // heads, query.shape[-1])

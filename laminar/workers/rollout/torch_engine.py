@@ -246,6 +246,7 @@ class TorchEngine:
         row = stream.row
         if row is not None and row in self._running:
             batch.abort(row, export)
+            self._load = batch.load()  # before the last delta is out, so that its receiver sees it
             self._hand_over([row], batch.policy_version)
 
     def _hand_over(self, rows: list[Row], policy_version: int) -> None:

@@ -79,6 +79,7 @@ async def started(request, tmp_path_factory):
             threads=1,
             seed=seed,
             moves_kv=True,
+            several_turns=True,
         )
         engine, _ = choose_engine(request.param, settings)
         replicas.append(engine)
