@@ -101,6 +101,8 @@ class EndsAsItShould(Invariant):
         if "Set environment.on_error" in message:
             bad = config.environment.on_error == "fail" and (self._any(faults.BadTurn) or self._environment_struck())
             return "a turn without an answer, and environment.on_error: fail" if bad else ""
+        if "the environment has answered no turn meanwhile" in message:
+            return "bad turns, one after the other" if self._any(faults.BadTurn) else ""
         if "groups in a row had to be dropped" in message:
             return "bad rewards" if self._any(faults.BadReward) or self._environment_struck() else ""
         if message.startswith("the final checkpoint could not be written"):
