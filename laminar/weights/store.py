@@ -22,7 +22,7 @@ from laminar.weights.layout import WeightLayout
 from laminar.weights.run_memory import SHARED_MEMORY, attach
 from laminar.weights.version_file import HiddenFile, VersionReader, VersionWriter, remove_if_dead
 
-_TOUCH_BYTES = 64 << 20  # put in place at a time: whoever begins a version waits for no more than this
+_PIECE_BYTES = 64 << 20  # prepared at a time: whoever begins a version waits for no more than this
 
 _FILE_NAME = re.compile(r"version-(\d{8})\.weights")
 
@@ -76,6 +76,12 @@ class WeightStore:
             hidden = HiddenFile(hidden_path, layout)
         else:
             hidden.rename(hidden_path)
+        try:
+            hidden.reserve()
+        except UserError:
+            hidden.path.unlink(missing_ok=True)
+            hidden.unmap()
+            raise
         return VersionWriter(policy_version, hidden, final, self._written.append)
 
     def prepare(self, layout: WeightLayout) -> bool:
@@ -97,11 +103,17 @@ class WeightStore:
             except UserError:
                 return False
             self._prepared = prepared
-        for start in range(0, layout.total_bytes, _TOUCH_BYTES):
+        more = True
+        while more:
             with self._lock:
                 if self._prepared is not prepared:  # somebody writes into it already
                     break
-                prepared.touch(start, start + _TOUCH_BYTES)
+                try:
+                    more = prepared.reserve(_PIECE_BYTES)
+                except UserError:
+                    self._drop_prepared()
+                    return False
+                prepared.touch()
         return True
 
     def _take_prepared(self, layout: WeightLayout) -> HiddenFile | None:

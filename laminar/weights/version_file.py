@@ -1,7 +1,7 @@
 """The file of one weight version: header, layout (msgpack), then the data region, which starts on a page.
 
 Invariants:
-- The memory is reserved before the first byte is written, so that a full /dev/shm is an error message and not a SIGBUS
+- The memory is reserved (in huge pages where there are any) before the first byte is written, so that a full /dev/shm is an error message and not a SIGBUS
   in the middle of a copy.
 - The file is written under a hidden name and renamed when it is complete; from then on it never changes. Unlinking it
   never disturbs a process that has it mapped.
@@ -13,10 +13,8 @@ Imports no torch: relays use it too.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import struct
 import zlib
@@ -30,6 +28,7 @@ from numpy.typing import NDArray
 
 from laminar.errors import UserError
 from laminar.weights.layout import WeightLayout
+from laminar.weights.mapping import map_file, reserve
 
 MAGIC = b"LAMINARW"
 FORMAT = 2
@@ -41,7 +40,7 @@ _CRC = struct.Struct("<I")
 
 
 class HiddenFile:
-    """Reserved and mapped memory for a version of a given layout, under a name that no reader looks at."""
+    """Mapped memory for a version of a given layout, under a name that no reader looks at; to be reserved before it is written."""
 
     def __init__(self, path: Path, layout: WeightLayout) -> None:
         """Create the file in place of one that a dead writer left.
@@ -53,25 +52,49 @@ class HiddenFile:
         self.path = path
         self.layout = layout
         self._data_offset = len(_header(0, layout))
-        nbytes = self._data_offset + layout.total_bytes
+        self._nbytes = self._data_offset + layout.total_bytes
+        self._reserved = self._touched = 0  # bytes from the start of the file
         remove_if_dead(path)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _reserve(self._fd, nbytes, path.parent)
-            self._map = mmap.mmap(self._fd, nbytes)
+            status = os.fstatvfs(self._fd)
+            self._present = status.f_bavail * status.f_frsize
+            if self._present < self._nbytes:
+                raise self._too_small()
+            os.ftruncate(self._fd, self._nbytes)
+            self._map = map_file(self._fd, self._nbytes, "write")
         except BaseException:
             path.unlink(missing_ok=True)
             os.close(self._fd)
             raise
         self.buffer: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, offset=self._data_offset)  # [total_bytes]
 
-    def touch(self, start: int, stop: int) -> None:
-        """Have the kernel put the pages of these bytes in place (zeroed), so that writing costs a memory copy and no more.
+    def reserve(self, nbytes: int | None = None) -> bool:
+        """Allocate the next bytes of the file, or all that are left; false if none were left.
 
-        Takes about as long as writing would, without holding the interpreter's lock.
+        Raises:
+            UserError: the shared memory is too small.
         """
-        self.buffer[start:stop:PAGE_BYTES] = 0
+        start = self._reserved
+        stop = self._nbytes if nbytes is None else min(start + nbytes, self._nbytes)
+        try:
+            reserve(self._fd, self._map, start, stop)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            raise self._too_small() from error
+        self._reserved = stop
+        return stop > start
+
+    def touch(self) -> None:
+        """Have the kernel put the pages of all that is reserved in place (zeroed), so that writing costs a memory copy and no more.
+
+        Without huge pages this takes about as long as writing would. Does not hold the interpreter's lock.
+        """
+        memory = np.frombuffer(self._map, np.uint8)
+        memory[self._touched : self._reserved : PAGE_BYTES] = 0
+        self._touched = self._reserved
 
     def rename(self, path: Path) -> None:
         """Change the file's name; a file that has it already goes."""
@@ -85,8 +108,15 @@ class HiddenFile:
     def unmap(self) -> None:
         """Let go of the memory; views of the buffer keep it until they end."""
         self.buffer = np.empty(0, np.uint8)
-        _close(self._map)
+        self._map = memoryview(b"")
         os.close(self._fd)
+
+    def _too_small(self) -> UserError:
+        return UserError(
+            f"shared memory too small: {self.path.parent} has {self._present} bytes free, one weight version needs "
+            f"{self._nbytes} bytes; enlarge it (mount -o remount,size=... /dev/shm, or --shm-size for a container) or keep "
+            "fewer versions"
+        )
 
 
 class VersionWriter:
@@ -156,24 +186,19 @@ class VersionReader:
             ValueError: not a weight file, or a damaged one; names the file.
         """
         self.path = Path(path)
-        access = mmap.ACCESS_COPY if copy_on_write else mmap.ACCESS_READ
         with open(self.path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < _HEADER.size + _CRC.size:
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes < _HEADER.size + _CRC.size:
                 raise ValueError(f"{self.path}: not a weight file (too short)")
-            self._map = mmap.mmap(file.fileno(), 0, access=access)
-        try:
-            self.policy_version, self.layout, data_offset = _read_header(self._map, self.path)
-        except ValueError:
-            self._map.close()
-            raise
+            mapping = map_file(file.fileno(), nbytes, "private" if copy_on_write else "read")
+        self.policy_version, self.layout, data_offset = _read_header(mapping, self.path)
         self.buffer: NDArray[np.uint8] = np.frombuffer(  # uint8 [total_bytes]
-            self._map, np.uint8, count=self.layout.total_bytes, offset=data_offset
+            mapping, np.uint8, count=self.layout.total_bytes, offset=data_offset
         )
 
     def close(self) -> None:
         """Let go of the mapping; it is unmapped when the last view of the buffer is gone."""
         self.buffer = np.empty(0, np.uint8)
-        _close(self._map)
 
     def __enter__(self) -> Self:
         return self
@@ -203,12 +228,6 @@ def remove_if_dead(path: Path) -> bool:
     return True
 
 
-def _close(mapping: mmap.mmap) -> None:
-    """Unmap, unless somebody still holds views of the mapping: then the end of the last view does it."""
-    with contextlib.suppress(BufferError):
-        mapping.close()
-
-
 def _header(policy_version: int, layout: WeightLayout) -> bytes:
     """Everything before the data region, padded to a whole number of pages."""
     packed = layout.to_bytes()
@@ -218,7 +237,7 @@ def _header(policy_version: int, layout: WeightLayout) -> bytes:
     return (head + _CRC.pack(zlib.crc32(head))).ljust(data_offset, b"\0")
 
 
-def _read_header(mapping: mmap.mmap, path: Path) -> tuple[int, WeightLayout, int]:
+def _read_header(mapping: memoryview, path: Path) -> tuple[int, WeightLayout, int]:
     """(policy version, layout, data offset). Raises ValueError naming the file."""
     magic, file_format, policy_version, layout_bytes, data_offset, total_bytes = _HEADER.unpack_from(mapping)
     if magic != MAGIC:
@@ -230,24 +249,7 @@ def _read_header(mapping: mmap.mmap, path: Path) -> tuple[int, WeightLayout, int
         raise ValueError(f"{path}: weight file cut off ({len(mapping)} bytes, {data_offset + total_bytes} expected)")
     if _CRC.unpack_from(mapping, end)[0] != zlib.crc32(mapping[:end]):
         raise ValueError(f"{path}: weight file with a damaged header")
-    layout = WeightLayout.from_bytes(mapping[_HEADER.size : end])
+    layout = WeightLayout.from_bytes(bytes(mapping[_HEADER.size : end]))
     if layout.total_bytes != total_bytes:
         raise ValueError(f"{path}: weight file with {total_bytes} data bytes, but a layout of {layout.total_bytes}")
     return policy_version, layout, data_offset
-
-
-def _reserve(fd: int, needed: int, directory: Path) -> None:
-    """Allocate the file's memory now. Raises UserError with the bytes needed and present."""
-    status = os.fstatvfs(fd)
-    present = status.f_bavail * status.f_frsize
-    try:
-        if present < needed:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.posix_fallocate(fd, 0, needed)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-            raise
-        raise UserError(
-            f"shared memory too small: {directory} has {present} bytes free, one weight version needs {needed} bytes; "
-            "enlarge it (mount -o remount,size=... /dev/shm, or --shm-size for a container) or keep fewer versions"
-        ) from error

@@ -141,13 +141,14 @@ def test_what_a_dead_relay_left_is_taken_over_without_what_is_damaged(store):
 
 
 def test_memory_can_be_taken_while_it_is_being_prepared(store, monkeypatch):
-    monkeypatch.setattr("laminar.weights.store._TOUCH_BYTES", 4096)
+    monkeypatch.setattr("laminar.weights.store._PIECE_BYTES", 4096)
     layout = WeightLayout.plan([("a", "uint8", (10 * 4096,))])
-    touch, writers = version_file.HiddenFile.touch, []
+    touch, touched, writers = version_file.HiddenFile.touch, [], []
 
-    def touch_and_begin(hidden, start, stop):
-        touch(hidden, start, stop)
-        if start == 2 * 4096:
+    def touch_and_begin(hidden):
+        touch(hidden)
+        touched.append(hidden)
+        if len(touched) == 3:
             taking.start()
 
     def begin():
