@@ -33,7 +33,9 @@ async def measure_healing(kills: int, relays: int, mib: int, seed: int = 0) -> d
     rounds: list[dict[str, Any]] = []
     # All bytes travel, so that there is time to be killed in.
     async with RelayTier(relays, mib * MIB, encoding="full", keep_versions=2) as tier:
-        for _ in range(3):  # the first makes connections and has no memory prepared: a moment in it is after the end of others
+        for _ in range(
+            3
+        ):  # the first makes connections and has no memory prepared: a moment in it is after the end of others
             await tier.publish()
             await tier.broadcast_over(tier.version)
             await tier.memory_ready()
