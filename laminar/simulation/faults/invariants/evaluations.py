@@ -89,7 +89,8 @@ class EvaluationStaysApart(Invariant):
                         f"version {self._version_of[trajectory.evaluation]}"
                     )
         rollouts = len(controller.rollouts.replicas)
-        self._most_rollouts = max(self._most_rollouts, rollouts) if held else rollouts
+        begun = running is not None and running.in_progress  # those that wait for the environment come back, too
+        self._most_rollouts = max(self._most_rollouts, rollouts) if begun else rollouts
         if config.evaluation is None or controller.trainer.clock.state == "done":
             return  # after training it may have all of them
         most = max(1, int(config.evaluation.share * self._most_rollouts * config.rollout.max_running))
