@@ -4,7 +4,8 @@
                     [            ] <--JSON lines over a socket pair--> controller (`supervised.py`)
 
 Invariants: however the run ends, afterwards no process of it, no file in shared memory and no port is left. If this very process
-is killed, the kernel ends all that it has started, and the next start removes what is left in shared memory.
+is killed, the kernel ends all that it has started, and the next start removes what is left in shared memory; only workers that
+were started by hand then wait for a `--resume`, with what they have in shared memory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from laminar.protocol.connection import CONNECTION_FILE
 from laminar.weights import run_memory
 
 END_LIMIT_S = 10.0  # for workers to end by themselves; then SIGTERM, then SIGKILL
+LOOK_S = 0.05  # between two looks at processes that have been killed
 
 
 class Supervisor:
@@ -35,6 +37,7 @@ class Supervisor:
         self._run_dir = run_dir
         self._run_id = run_id
         self._restarts_left = config.controller.restarts
+        self._by_hand = "manual" in config.launch.model_dump().values()
         self._launcher: LocalLauncher
         self._controller: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None  # to it
@@ -46,7 +49,7 @@ class Supervisor:
         left = run_memory.remove_leftovers(but=self._run_id)
         for name in left:
             _say(f"removed {name} from shared memory: left by a run that died")
-        self._claim()
+        await self._claim()
         self._launcher = LocalLauncher(self._run_dir, self._run_id, self._on_exit)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):  # stays to the very end: nothing may cut the clean-up short
@@ -71,10 +74,19 @@ class Supervisor:
             (self._run_dir / CONNECTION_FILE).unlink(missing_ok=True)
             run_memory.remove(self._run_id)
 
-    def _claim(self) -> None:
-        """The run's folder in shared memory; that of workers which have outlived an earlier launcher is taken over."""
-        others = [pid for pid in processes_of_run(self._run_id) if pid != os.getpid()]
-        if others or not run_memory.run_directory(self._run_id).is_dir():
+    async def _claim(self) -> None:
+        """The run's folder in shared memory, with what workers that were started by hand still have there.
+
+        What an earlier supervisor had started is about to end, since that is dead; it ends here, so that nothing of it is in
+        the way of those that take its place.
+        """
+        deadline = asyncio.get_running_loop().time() + END_LIMIT_S  # a device may hold one longer
+        while (left := processes_of_run(self._run_id)) and asyncio.get_running_loop().time() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(LOOK_S)
+        if self._by_hand:
             run_memory.take_over(self._run_id)
         else:
             run_memory.claim(self._run_id)

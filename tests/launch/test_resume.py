@@ -5,9 +5,11 @@ import contextlib
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import sys
+from os import pidfd_open
 
 import pytest
 
@@ -57,7 +59,8 @@ async def test_when_the_controller_is_killed_the_run_goes_on_with_the_same_worke
     assert "the sums are right" in run.output
 
 
-async def test_a_stopped_run_and_one_that_was_killed_as_a_whole_go_on(runs, tmp_path, model):
+async def test_a_stopped_run_and_one_that_lost_its_supervisor_go_on(runs, tmp_path, model):
+    """The supervisor takes all that it has started with it; --resume does not wait for the last of them to end."""
     config, name = write_config(tmp_path, model, trainer__steps=1000, trainer__checkpoint_every=3)
     run = await LiveRun(config, tmp_path / "run", name).start()
     runs.append(run)
@@ -72,22 +75,62 @@ async def test_a_stopped_run_and_one_that_was_killed_as_a_whole_go_on(runs, tmp_
     await again.line(f"from the checkpoint of step {stopped}")
     await again.line(f"^ *{stopped + 1}/")
     await again.line(rf"^ *{stopped + 5}/")
-    for pid in [again.process.pid, *again.processes()]:
-        with contextlib.suppress(ProcessLookupError):  # the end of one ends others
-            os.kill(pid, signal.SIGKILL)
+    controller, old = pidfd_open(controller_of(again)), set(again.processes())
+    again.process.kill()
     await again.process.wait()
-    await again.all_end(10)
 
     last = await Resumed(tmp_path / "run", name, "--set", f"trainer.steps={stopped + 10}").start()
     runs.append(last)
     await last.line(rf"trainer.steps: 1000 -> {stopped + 10}")
     await last.line(r"the trainer goes on from step \d+, and \d+ groups return to the buffer")
+    assert not old & set(last.processes())
+    assert select.select([controller], [], [], 0)[0], "the old controller lives"
+    os.close(controller)
     assert await last.end() == 0, last.output
     nothing_left(last)
     accounts = accounts_of(last)
     assert accounts["problems"] == []
     assert accounts["steps"].keys() == {str(step) for step in range(1, stopped + 11)}
     assert accounts["positions"] == accounts["trained"] + accounts["evicted"] + accounts["in_flight"]
+
+
+BY_HAND = {"relays": ("--index", "0"), "trainer": ("1",), "rollouts": ("1",), "environments": ("1",)}
+
+
+async def test_workers_that_were_started_by_hand_outlive_controller_and_supervisor(runs, tmp_path, model):
+    config, name = write_config(
+        tmp_path,
+        model,
+        trainer__steps=100000,
+        relay={"count": 1, "transport": "tcp"},
+        rollout__replicas=1,
+        launch=dict.fromkeys(("trainer", "relays", "rollouts", "environments"), "manual"),
+    )
+    run = await LiveRun(config, tmp_path / "run", name).start()
+    runs.append(run)
+    workers = []
+    try:
+        for part, arguments in BY_HAND.items():  # each waits for the controller's address
+            command = ("bash", f"scripts/launch/{part}.sh", str(run.run_dir), *arguments)
+            environment = {**os.environ, "LAMINAR_PYTHON": sys.executable}
+            workers.append(await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True))
+        await run.line(r"^ *3/")
+        run.process.kill()  # and with it the controller
+        await run.process.wait()
+
+        again = await Resumed(run.run_dir, name, "--set", "trainer.steps=100").start()
+        runs.append(again)
+        await again.line(r"taking up the run after step \d+ \(controller 2\)")
+        assert await again.end() == 0, again.output
+        assert [await asyncio.wait_for(worker.wait(), 60) for worker in workers] == [0, 0, 0, 0]
+    finally:
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+    nothing_left(again)
+    assert "was lost" not in again.output
+    assert not [line for line in again.lines("events.jsonl") if line["event"] == "TrainerRestarted"]
+    assert accounts_of(again)["steps"] == {str(step): 4 for step in range(1, 101)}
 
 
 # ------------------------------------------------------------ what is refused

@@ -106,7 +106,7 @@ async def test_a_second_ctrl_c_ends_it_at_once(start):
     nothing_left(run)
 
 
-async def test_when_the_controller_is_killed_all_ends_and_the_next_start_cleans_up(start, tmp_path, model):
+async def test_when_the_supervisor_is_killed_all_ends_and_the_next_start_cleans_up(start, tmp_path, model):
     run = await start(trainer__steps=100000)
     await run.line(r"^ *1/")
     assert len(run.processes()) >= 6
@@ -121,7 +121,7 @@ async def test_when_the_controller_is_killed_all_ends_and_the_next_start_cleans_
     nothing_left(again)
 
 
-async def test_when_the_controller_is_killed_engines_that_are_still_starting_end_too(start):
+async def test_when_the_supervisor_is_killed_engines_that_are_still_starting_end_too(start):
     run = await start(rollout__engine="vllm")
     await run.line("rollout-0: starting the vllm engine")
     await run.line("trainer-0 is ready")  # about now the engines start processes of their own
