@@ -113,7 +113,7 @@ class Controller:
         self.now = asyncio.get_running_loop().time
         self.started_at = self.now()
         self.history: OrderedDict[str, Trajectory] = OrderedDict()
-        self.control = RunControl()
+        self.control = RunControl(() if restored is None else restored.asked)
         self.journal = journal or NoJournal()
         self._expected = expected_workers
         self._restart = restart
@@ -256,7 +256,7 @@ class Controller:
         )
         self.relays.on_change = self._on_relay
         self.prompts.on_filled = self._on_prompts
-        self.control.on_change.append(self.fleet.wake_all)
+        self.control.on_change += [self.fleet.wake_all, lambda: self.journal.note_asked(self.control.asked)]
         self.events.subscribe(lambda _: self.fleet.wake_all(), StepFinished, GroupDropped)
         self.events.subscribe(lambda event: self._remember(event.trajectory), TrajectoryStarted)
         self.events.subscribe(lambda event: self.environments.submit(event.trajectory), TrajectoryFinished)

@@ -26,6 +26,7 @@ from laminar.controller.run_control import RunControl
 from laminar.errors import RunFailed, UserError
 from laminar.evaluation_result import EvaluationResult, summarize
 from laminar.observability.events import (
+    EvaluationDue,
     EvaluationFinished,
     EvaluationResponses,
     EvaluationStarted,
@@ -118,12 +119,14 @@ class Evaluator:
                 f"the evaluation that was due from version {self._least_version} on is left out: another one still runs"
             )
             self._events.emit(Notice(level="warning", text=text))
+        else:
+            self._events.emit(EvaluationDue(least_version=max(0, self._version)))
         self._least_version = max(0, self._version)
         self._changed.set()
         return self._least_version
 
     def take_back(self, restored: Restored) -> None:
-        """Where an earlier controller has left off: an evaluation that was under way is made anew."""
+        """Where an earlier controller has left off: an evaluation that was due or under way is made anew."""
         if self._config is None:
             return
         self._number = restored.life * NUMBERS_PER_LIFE

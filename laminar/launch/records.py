@@ -104,4 +104,6 @@ def summary(restored: Restored, *, new_trainer: bool) -> str:
         parts.append(f"the trainer goes on from step {base}, and {len(returned)} groups return to the buffer")
     if restored.again:
         parts.append(f"{len(restored.again)} prompts are drawn again")
+    if restored.asked:
+        parts.append(f"as a person has asked: {', '.join(restored.asked)}")
     return "; ".join(parts)

@@ -46,7 +46,7 @@ def take_up(run_dir: Path, overrides: Sequence[str]) -> tuple[ExperimentConfig, 
         changed = check_changes(before, config)
         _check_fingerprints(config, meta)
         said = _choose_checkpoint(connection, meta["run_id"], run_dir)
-        note(connection, config=config.model_dump_json())
+        note(connection, config=config.model_dump_json(), asked="[]")
     except (KeyError, ValueError, sqlite3.Error) as error:
         raise UserError(
             f"{path}: damaged ({type(error).__name__}: {error}). Put back a copy of the run directory from before the damage, "

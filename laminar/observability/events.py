@@ -247,6 +247,13 @@ class GroupDropped:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class EvaluationDue:
+    """Held-out prompts are to be generated with this version or a newer one, as soon as there is room."""
+
+    least_version: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class EvaluationStarted:
     """The first held-out prompts are about to be generated, with this version."""
 

@@ -1,12 +1,16 @@
 """Evaluation while a whole controller trains, against workers that are not real."""
 
 import asyncio
+import sqlite3
 from dataclasses import replace
 
 import pytest
 
 from laminar.controller.evaluator import NUMBERS_PER_LIFE
-from laminar.controller.journal.restore import Restored
+from laminar.controller.journal.journal import Journal
+from laminar.controller.journal.restore import Restored, restore
+from laminar.controller.journal.tables import create_tables
+from laminar.controller.journal.writer import apply
 from laminar.controller.recent_results import RecentResults
 from laminar.controller.repl_commands import CommandError, execute
 from laminar.errors import RunFailed, UserError
@@ -169,7 +173,7 @@ async def test_an_evaluation_that_is_due_while_another_one_is_is_made_once(tmp_p
 
     run.controller.events.subscribe(ask_twice, event_types.StepFinished)
     await run.to_the_end()
-    assert len(results(run)) == 1
+    assert len(results(run)) == len(run.of(event_types.EvaluationDue)) == 1
     assert any("left out" in event.text for event in run.of(event_types.Notice))
 
 
@@ -218,7 +222,7 @@ async def test_a_rollout_that_leaves_hands_the_evaluation_on(tmp_path):
 
 
 @pytest.mark.parametrize("evaluating", [True, False])
-async def test_another_controller_makes_an_evaluation_that_was_under_way_anew_and_under_other_names(
+async def test_another_controller_makes_an_evaluation_that_was_due_or_under_way_anew_and_under_other_names(
     tmp_path, evaluating
 ):
     """A rollout may still hold trajectories of the one that was begun."""
@@ -233,6 +237,31 @@ async def test_another_controller_makes_an_evaluation_that_was_under_way_anew_an
         assert result.evaluation > 2 * NUMBERS_PER_LIFE
         names = [one.trajectory_id for assignments in evaluated(run).values() for one in assignments]
         assert names and all(name.startswith(f"e{result.evaluation}-") for name in names)
+
+
+def test_evaluations_are_in_the_journal_from_when_they_are_due():
+    """Also one that is due while another one runs, whose end is not its end."""
+    events, connection = event_types.EventBus(), sqlite3.connect(":memory:", isolation_level=None)
+    create_tables(connection)
+
+    class Writer:
+        def submit(self, transaction):
+            apply(connection, transaction.statements)
+
+    async def written_after(*happened):
+        for event in happened:
+            events.emit(event)
+        journal._flush(durable=False)
+        return restore(connection).evaluating
+
+    journal = Journal(Writer(), keep_checkpoints=1, keep_trained=True, limit_s=1.0)
+    journal.subscribe(events)
+    due = event_types.EvaluationDue(least_version=0)
+    finished = event_types.EvaluationFinished(result=None)
+    assert asyncio.run(written_after()) is False
+    assert asyncio.run(written_after(due)) is True
+    assert asyncio.run(written_after(due, finished)) is True
+    assert asyncio.run(written_after(finished)) is False
 
 
 async def test_a_stop_does_not_wait_for_an_evaluation(tmp_path):

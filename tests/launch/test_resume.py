@@ -13,9 +13,14 @@ from os import pidfd_open
 
 import pytest
 
+from laminar.controller.journal.restore import restore
+from laminar.controller.journal.tables import JOURNAL, open_journal
 from laminar.errors import UserError
-from laminar.launch.resume import take_up
+from laminar.launch.preflight import preflight
+from laminar.launch.records import create_records, note
+from laminar.launch.resume import fingerprints, take_up
 from laminar.launch.run_lock import RunLock
+from laminar.observability.run_directory import RunDirectory
 from tests.launch.live_run import LiveRun, nothing_left, write_config
 
 
@@ -139,12 +144,6 @@ async def test_workers_that_were_started_by_hand_outlive_controller_and_supervis
 @pytest.fixture(scope="module")
 def ended_run(tmp_path_factory, model):
     """A run directory as a run of one step leaves it, without the run."""
-    from laminar.controller.journal.tables import JOURNAL, open_journal
-    from laminar.launch.preflight import preflight
-    from laminar.launch.records import create_records, note
-    from laminar.launch.resume import fingerprints
-    from laminar.observability.run_directory import RunDirectory
-
     folder = tmp_path_factory.mktemp("ended")
     path, _ = write_config(folder, model)
     config = preflight(path, [])
@@ -172,6 +171,15 @@ def test_a_run_that_has_ended_can_be_taken_up_and_its_config_changed(run_dir):
     assert config.trainer.steps == 77
     again, same = take_up(run_dir, [])
     assert (again, same) == (config, run_id)
+
+
+def test_what_was_asked_of_the_run_before_is_over(run_dir):
+    connection = open_journal(run_dir / JOURNAL)
+    note(connection, asked='["stop"]')
+    assert restore(connection).asked == ("stop",)
+    take_up(run_dir, [])
+    assert restore(connection).asked == ()
+    connection.close()
 
 
 def test_a_checkpoint_that_is_incomplete_damaged_or_foreign_is_refused(run_dir):

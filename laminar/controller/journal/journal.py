@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from laminar.controller.journal.fates import fate_of
@@ -83,6 +83,7 @@ class Journal:
         self._again: dict[int, int] = {}  # prompt to be drawn again -> the group that it was drawn for
         self._groups: dict[int, None] = {}  # that have begun and not ended
         self._policy_version = -1
+        self._evaluations = 0  # that are due or under way
 
     def subscribe(self, events: EventBus) -> None:
         """Write down what happens from now on."""
@@ -103,8 +104,8 @@ class Journal:
             kinds.PromptRejected: self._on_rejected,
             kinds.WorkerJoined: self._on_joined,
             kinds.RolloutHealthChanged: self._on_health,
-            kinds.EvaluationStarted: lambda event: self._set("evaluating", "yes"),
-            kinds.EvaluationFinished: lambda event: self._set("evaluating", ""),
+            kinds.EvaluationDue: lambda event: self._note_evaluations(1),
+            kinds.EvaluationFinished: lambda event: self._note_evaluations(-1),
         }
 
         def handle(event: Any) -> None:
@@ -184,6 +185,13 @@ class Journal:
         future = self._unwritten.popleft()
         if not future.done():
             future.set_result(None)
+
+    # ------------------------------------------------------------ told by a person
+
+    def note_asked(self, asked: Sequence[str]) -> None:
+        """What holds of that now; written at once, for the person is told that it holds."""
+        self._set("asked", json.dumps(asked))
+        self._flush(durable=False)
 
     # ------------------------------------------------------------ told by the trainer driver
 
@@ -316,6 +324,10 @@ class Journal:
     def _on_health(self, event: kinds.RolloutHealthChanged) -> None:
         self._pending.append((_ROLLOUT, (event.rollout, event.health)))
 
+    def _note_evaluations(self, more: int) -> None:
+        self._evaluations += more
+        self._set("evaluations", self._evaluations)
+
     # ------------------------------------------------------------ tokens
 
     def _note_tail(self, trajectory: Trajectory) -> None:
@@ -353,6 +365,9 @@ class NoJournal:
         """Nothing."""
 
     def note_tails(self, unfinished: Iterable[Trajectory]) -> None:
+        """Nothing."""
+
+    def note_asked(self, asked: Sequence[str]) -> None:
         """Nothing."""
 
     def note_order(self, order: TrainerOrder, issued: int) -> None:

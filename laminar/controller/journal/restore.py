@@ -52,7 +52,8 @@ class Restored:
     dropped: int = 0  # without those that were left at the end of the data
     left: int = 0  # at the end of the data
     completed: int = 0  # groups, ever
-    evaluating: bool = False  # an evaluation was under way
+    evaluating: bool = False  # an evaluation was due or under way
+    asked: tuple[str, ...] = ()  # by a person, as `RunControl.asked` has it
     hosts: dict[str, str] = field(default_factory=dict)  # of relays, by name
 
     def forget_rollouts(self) -> None:
@@ -90,7 +91,8 @@ def restore(connection: sqlite3.Connection) -> Restored:
     state.policy_version = int(meta.get("policy_version", "-1"))
     state.issued = int(meta.get("issued", "-1"))
     state.last_order = int(meta.get("last_order", "0"))
-    state.evaluating = bool(meta.get("evaluating"))
+    state.evaluating = meta.get("evaluations", "0") != "0"
+    state.asked = tuple(json.loads(meta.get("asked", "[]")))
     state.order = TrainerOrder.from_json(meta["order"]) if meta.get("order") else None
     newest = connection.execute(
         "SELECT step, path, policy_version FROM checkpoints ORDER BY step DESC LIMIT 1"

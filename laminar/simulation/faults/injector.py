@@ -22,6 +22,7 @@ from laminar.simulation.workers.environment_worker import ModelledEnvironment, S
 from laminar.simulation.workers.modelled_worker import ModelledWorker
 from laminar.simulation.workers.trainer_worker import ModelledTrainer
 
+RETRY_S = 1.0  # of a command, while there is no controller
 FAIL_S = 0.1  # from a worker's saying that it fails to its end; what it said may come too late
 
 # What a person can do to a controller only.
@@ -148,6 +149,10 @@ class Injector:
         self._log.fault(self._loop.time(), describe(fault))
 
     def _resume(self, fault: faults.Pause) -> None:
+        """A pause outlives its controller: the person tries again until another is there."""
+        if self._run.controller_lost.is_set():
+            self._later(RETRY_S, self._resume, fault)
+            return
         self._run.controller.control.resume(generation=fault.generation, training=fault.training)
         self._log.fault(self._loop.time(), f"ends: {describe(fault)}")
 

@@ -84,6 +84,28 @@ def test_a_controller_may_be_lost_again_while_its_successor_begins():
     assert found.steps == dict.fromkeys(range(1, 7), 4)
 
 
+def test_a_pause_outlives_the_controller_until_it_is_undone():
+    run = journalled([1.8, 6.2])
+    asked = []
+    run.at(1.6, lambda made: made.controller.control.pause(generation=True, training=True))
+    for seconds in (4.0, 6.0):
+        run.at(seconds, lambda made: asked.append((made.controller.control.asked, len(consumed(run)))))
+    run.at(6.0, lambda made: made.controller.control.resume(generation=True, training=True))
+    run.at(8.0, lambda made: asked.append((made.controller.control.asked, 0)))
+    run.to_the_end()
+    before, after, again = asked
+    assert before == after == (("pause generation", "pause training"), after[1]) and after[1] < 6
+    assert again == ((), 0)
+    assert sorted(group for groups in consumed(run).values() for group in groups) == list(range(24))
+
+
+def test_a_stop_outlives_the_controller_and_ends_the_run_with_a_checkpoint():
+    run = journalled([2.8]).at(2.7, lambda made: made.controller.control.stop()).to_the_end()
+    last = max(consumed(run))
+    assert last == run.run.controller.trainer.checkpoints.newest.step < 6
+    assert restore(run.run.journal._connection).asked == ("stop",)
+
+
 def test_accounts_that_do_not_add_up_say_so():
     run = journalled().to_the_end()
     connection = run.run.journal._connection
