@@ -13,15 +13,17 @@ from os import pidfd_open
 
 import pytest
 
+from laminar.cli import main
 from laminar.controller.journal.restore import restore
 from laminar.controller.journal.tables import JOURNAL, open_journal
 from laminar.errors import UserError
 from laminar.launch.preflight import preflight
 from laminar.launch.records import create_records, note
-from laminar.launch.resume import fingerprints, take_up
+from laminar.launch.resume import PIECE_BYTES, PIECES, fingerprints, model_fingerprint, take_up
 from laminar.launch.run_lock import RunLock
 from laminar.observability.run_directory import RunDirectory
 from tests.launch.live_run import LiveRun, nothing_left, write_config
+from tests.tiny_models import make_model
 
 
 class Resumed(LiveRun):
@@ -201,7 +203,7 @@ def test_a_checkpoint_that_is_incomplete_damaged_or_foreign_is_refused(run_dir):
         take_up(run_dir, [])
 
 
-def test_other_data_and_another_model_are_refused(run_dir, ended_run):
+def test_other_data_and_another_config_are_refused(run_dir, ended_run):
     data = ended_run / "data.jsonl"
     before = data.read_text()
     try:
@@ -214,21 +216,53 @@ def test_other_data_and_another_model_are_refused(run_dir, ended_run):
         take_up(run_dir, ["seed=5"])
 
 
-def test_a_damaged_journal_is_refused(run_dir):
+def test_another_model_of_the_same_shape_is_refused(run_dir, model):
+    """Its config is the same, and its weights take as many bytes."""
+    weights = next(model.glob("*.safetensors"))
+    before = weights.read_bytes()
+    try:
+        make_model(model, seed=1)
+        assert len(weights.read_bytes()) == len(before)
+        with pytest.raises(UserError, match="model.path: the files in .* are not those that the run began with"):
+            take_up(run_dir, [])
+    finally:
+        weights.write_bytes(before)
+    take_up(run_dir, [])
+
+
+def test_a_large_file_of_weights_is_told_by_pieces_from_everywhere(tmp_path):
+    weights, nbytes = tmp_path / "model.safetensors", 3 * PIECES * PIECE_BYTES + 5
+    weights.write_bytes(bytes(nbytes))
+    found = {model_fingerprint(tmp_path)}
+    for place in (0, nbytes // 2, nbytes - 3 * PIECE_BYTES):
+        content = bytearray(nbytes)
+        content[place : place + 3 * PIECE_BYTES] = b"x" * (3 * PIECE_BYTES)
+        weights.write_bytes(content)
+        found.add(model_fingerprint(tmp_path))
+    assert len(found) == 4
+
+
+def test_a_damaged_journal_is_refused(run_dir, capsys):
     path = run_dir / "journal.sqlite"
     path.write_bytes(path.read_bytes()[:100] + b"x" * 5000)
-    with pytest.raises(UserError, match="journal.sqlite: damaged"):
-        take_up(run_dir, [])
+    assert main(["train", "--resume", str(run_dir)]) == 2
+    said = capsys.readouterr().err
+    assert "journal.sqlite: damaged" in said and "Put back a copy of the run directory" in said
 
 
-async def test_a_live_run_is_not_resumed_beside_itself(run_dir):
+@pytest.mark.parametrize("how", ["resumed", "begun", "begun with --overwrite"])
+def test_nothing_is_started_where_a_run_lives(ended_run, run_dir, how, capsys):
+    config = str(ended_run / "experiment.yaml")
     lock = RunLock(run_dir)
     lock.acquire()
+    before = sorted(run_dir.rglob("*"))
     try:
-        command = [sys.executable, "-m", "laminar", "train", "--resume", str(run_dir)]
-        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-        _, text = await asyncio.wait_for(process.communicate(), 60)
+        words = ["--resume", str(run_dir)] if how == "resumed" else [config, "--run-dir", str(run_dir)]
+        status = main(["train", *words, *(["--overwrite"] if "--overwrite" in how else [])])
     finally:
         lock.release()
-    assert process.returncode == 2
-    assert f"the run of process {os.getpid()} lives there" in text.decode()
+    assert status == 2
+    said = capsys.readouterr().err
+    assert f"the run of process {os.getpid()} lives there" in said
+    assert f"laminar attach {run_dir} -c stop" in said
+    assert sorted(run_dir.rglob("*")) == before

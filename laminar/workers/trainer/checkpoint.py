@@ -116,7 +116,8 @@ def load_checkpoint(actor: Actor, path: Path | str) -> CheckpointMarker:
         load(state, checkpoint_id=folder / TRAINER_FOLDER, no_dist=not dist.is_initialized())
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"checkpoint {folder} does not fit the model, or is damaged: {_one_line(_first_failure(error))}"
+            f"checkpoint {folder} does not fit the model, or is damaged: {_one_line(_first_failure(error))}. Put it back as it "
+            "was, or delete the folder to go on from an older checkpoint"
         ) from error
     return marker
 

@@ -134,6 +134,22 @@ def test_checkpoint_of_another_model_is_refused(make_actor, tmp_path):
         load_checkpoint(other, tmp_path / "step-1")
 
 
+@pytest.mark.parametrize("damage", ["cut off", "gone", "overwritten"])
+def test_a_damaged_checkpoint_is_refused_with_the_remedy(make_actor, tmp_path, damage):
+    actor = make_actor()
+    assert save_checkpoint(actor, order(tmp_path / "step-1")).error == ""
+    file = max((tmp_path / "step-1" / "trainer").iterdir(), key=lambda path: path.stat().st_size)
+    if damage == "gone":
+        file.unlink()
+    else:
+        kept = file.read_bytes()
+        file.write_bytes(kept[: len(kept) // 2] if damage == "cut off" else b"x" * len(kept))
+    with pytest.raises(
+        UserError, match=r"step-1 .* is damaged: .* delete the folder to go on from an older checkpoint"
+    ):
+        load_checkpoint(actor, tmp_path / "step-1")
+
+
 def test_too_little_space_is_told_before_anything_is_written(make_actor, tmp_path, monkeypatch):
     actor = make_actor()
     monkeypatch.setattr(checkpoint_module, "free_bytes", lambda folder: 1000)
