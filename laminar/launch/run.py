@@ -23,7 +23,7 @@ from laminar.controller.journal.restore import Restored
 from laminar.controller.relay_keeper import TIER
 from laminar.controller.repl_server import ReplServer
 from laminar.controller.worker_registry import Worker
-from laminar.errors import RunFailed, WorkerLost
+from laminar.errors import RunFailed, UserError, WorkerLost
 from laminar.launch.commands import (
     MPIRUN,
     Command,
@@ -103,6 +103,7 @@ class LocalRun:
         self._launcher.on_exit = self._on_exit
         self._launcher.adopt(self._all_commands())
         journal: Journal | None = None
+        outcome = ""
         try:
             restored = self._restore()
             if self._records is not None:
@@ -141,21 +142,29 @@ class LocalRun:
             (self._run_dir / CONNECTION_FILE).unlink(missing_ok=True)
             if journal is not None:
                 journal.close()
+                self._write_accounts(say=not outcome)
         if self._records is not None:
-            self._account()
+            self._check_accounts()
         return outcome
 
-    def _account(self) -> None:
-        """Say what became of every prompt.
+    def _write_accounts(self, *, say: bool) -> None:
+        """What became of every prompt so far, however the run ends. `say`: no summary will."""
+        try:
+            accounts = read_accounts(self._run_dir)
+            accounts.write(self._run_dir)
+        except (UserError, OSError) as error:
+            self._events.emit(Notice(level="warning", text=f"{ACCOUNTS} cannot be written ({error})"))
+            return
+        if say and accounts.positions:
+            self._events.emit(Notice(level="info", text=f"accounts: {accounts.text}"))
+
+    def _check_accounts(self) -> None:
+        """Add what became of every prompt to the summary.
 
         Raises:
             RunFailed: the sums are wrong.
         """
         accounts = read_accounts(self._run_dir)
-        try:
-            accounts.write(self._run_dir)
-        except OSError as error:
-            self._events.emit(Notice(level="warning", text=f"{ACCOUNTS} cannot be written ({error.strerror})"))
         assert isinstance(self._terminal, Terminal)  # an evaluation has no journal to take accounts of
         self._terminal.add_row("accounts", accounts.text)
         buffer, problems = self._controller.buffer, list(accounts.problems)

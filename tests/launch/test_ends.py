@@ -1,5 +1,7 @@
 """However a run ends, nothing of it is left: no process, no port, no file in shared memory or among the temporary ones."""
 
+import json
+import re
 import shutil
 import signal
 import socket
@@ -66,4 +68,7 @@ async def test_after_a_failure_in_the_middle_of_a_step(start, model, tmp_path):
     ports = run.listening()
     assert await run.end() == 1, run.output
     assert "out of the question" in run.output
+    assert re.search(r"accounts: \d+ prompts: .*\(the sums are right\)", run.output)
+    accounts = json.loads((run.run_dir / "accounts.json").read_text())
+    assert accounts["problems"] == [] and accounts["in_flight"] > 0
     check_nothing_is_left(run, tmp_path, ports)
