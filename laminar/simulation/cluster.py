@@ -51,6 +51,7 @@ class RunOptions:
     """How the run is made."""
 
     heartbeats: bool = False  # workers send them; without, silence says nothing and is not looked at
+    hosts: int = 1  # of relays and rollouts, by turns; all others are on the first
     latency_s: float | Callable[[str], float] = (
         0.0  # of a message, or what gives it by peer; nothing beside the models' seconds
     )
@@ -280,6 +281,7 @@ class SimulatedRun:
         life = Life(
             index=int(index),
             number=number,
+            host=f"host-{int(index) % options.hosts if kind in ('relay', 'rollout') else 0}",
             start_s=options.start_s,
             heartbeat_s=config.controller.heartbeat_s if options.heartbeats else None,
         )

@@ -1,5 +1,7 @@
 """Rollouts that come, leave, hang and fail, under the real controller in virtual time."""
 
+from dataclasses import replace
+
 import pytest
 
 from laminar.controller.recent_results import RecentResults
@@ -14,10 +16,10 @@ from tests.simulation.test_cluster import check_trained
 HEARTBEATS = RunOptions(heartbeats=True, restart_s=0.5, notice_s=0.1)
 
 
-def fleet(**overrides):
+def fleet(*, hosts=1, **overrides):
     rollout = {"suspect_after_s": 3.0, "silence_limit_s": 6.0, "drain_s": 8.0}
     settings = {"trainer__steps": 40, **{f"rollout__{key}": value for key, value in rollout.items()}, **overrides}
-    return Recorded(experiment(**settings), options=HEARTBEATS), experiment(**settings)
+    return Recorded(experiment(**settings), options=replace(HEARTBEATS, hosts=hosts)), experiment(**settings)
 
 
 def ask(line, answers=None):
@@ -149,6 +151,21 @@ def test_a_rollout_that_fails_too_often_is_left_out():
     run.to_the_end()
     check_trained(run, config)
     assert health_of(run, "rollout-1") == ["healthy", "restarting", "starting", "healthy", "evicted"]
+
+
+def test_a_host_whose_rollouts_fail_too_often_is_evicted_with_those_that_have_not_failed():
+    run, config = fleet(hosts=2, rollout__replicas=6, rollout__restarts=9, rollout__host_failures=2)
+    for when, name in ((2.3, "rollout-1"), (2.4, "rollout-3"), (6.0, "rollout-1")):
+        run.at(when, lambda made, name=name: made.workers[name].kill())
+    run.to_the_end()
+    check_trained(run, config)
+    controller = run.run.controller
+    assert controller.fleet.health.evicted_hosts == {
+        "host-1": "3 losses of rollouts within an hour (rollout.host_failures)"
+    }
+    assert health_of(run, "rollout-1")[-1] == "evicted"
+    assert health_of(run, "rollout-5") == ["healthy", "draining", "left"]  # with what it had, though it never failed
+    assert sorted(controller.rollouts.replicas) == ["rollout-0", "rollout-2", "rollout-4"]
 
 
 def test_the_run_waits_for_another_rollout_when_the_last_had_to_leave_and_ends_if_none_comes():

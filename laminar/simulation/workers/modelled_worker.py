@@ -15,8 +15,6 @@ import laminar
 from laminar.protocol import messages
 from laminar.simulation.channels.network import SimulatedNetwork
 
-# Where a worker runs when all run on one host.
-ONE_HOST = "host-0"
 OF_THE_HANDSHAKE = frozenset({messages.Welcome, messages.Heartbeat, messages.Shutdown})
 
 
@@ -26,7 +24,7 @@ class Life:
 
     index: int
     number: int = 1  # 1 for the first process of this worker
-    host: str = ONE_HOST
+    host: str = "host-0"
     start_s: float = 0.0  # from the Welcome to Ready
     heartbeat_s: float | None = None  # None: it sends none
 
