@@ -14,7 +14,7 @@ from laminar.launch.records import create_records
 from laminar.launch.resume import fingerprints, take_up
 from laminar.launch.run_lock import LOCK, RunLock
 from laminar.launch.supervisor import Supervisor
-from laminar.observability.run_directory import RunDirectory
+from laminar.observability.run_directory import RunDirectory, check_is_one
 
 
 def train(config_path: Path, overrides: Sequence[str], *, run_dir: Path | None, overwrite: bool) -> int:
@@ -45,10 +45,11 @@ def resume(run_dir: Path, overrides: Sequence[str]) -> int:
         UserError: it cannot be resumed, or not with these overrides; or it lives.
     """
     path = run_dir.resolve()
-    RunDirectory.open(path).close()
+    check_is_one(path)
     lock = RunLock(path)
     lock.acquire()
     try:
+        RunDirectory.open(path).close()  # whether it can be written
         config, run_id = take_up(path, overrides)
         return _supervise(config, path, run_id)
     finally:

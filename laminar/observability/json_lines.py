@@ -1,6 +1,7 @@
 """Files of JSON objects, one a line, that a reader may follow while they grow.
 
-Invariant: a file holds whole lines only, also when the disk was full in between. Not a number and infinity, which JSON
+Invariant: a file holds whole lines only, also when the disk was full in between, and, as soon as it is opened again, when its
+writer was killed within a line. Not a number and infinity, which JSON
 does not know, are written as null.
 """
 
@@ -16,19 +17,22 @@ from typing import Any
 import msgspec
 import numpy as np
 
+LOOK_BYTES = 1 << 16  # at a time, for the last end of a line
+
 
 class JsonLines:
     """Appends lines; what cannot be written is counted, and `on_error` hears of it."""
 
     def __init__(self, path: Path, on_error: Callable[[Path, OSError], None], *, array: bool = False) -> None:
-        """Open for appending. Raises OSError.
+        """Open for appending; nobody else may be writing to it. Raises OSError.
 
         `array`: as one JSON array with an entry a line, that lacks its end as long as the file may grow.
         """
         self.path = path
         self.lost = 0  # lines that could not be written
         self._on_error = on_error
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        _cut_broken_line(self._file)
         self._end = b",\n" if array else b"\n"
         if array and os.fstat(self._file).st_size == 0:
             os.write(self._file, b"[\n")
@@ -64,6 +68,17 @@ class JsonLines:
                 os.ftruncate(self._file, size)
         except OSError:
             self.close()  # then the file ends in a broken line, and no line follows it
+
+
+def _cut_broken_line(file: int) -> None:
+    """Remove what follows the last end of a line."""
+    size = start = os.fstat(file).st_size
+    end = 0  # of the last whole line, from `start`
+    while start and not end:
+        start = max(0, start - LOOK_BYTES)
+        end = os.pread(file, LOOK_BYTES, start).rfind(b"\n") + 1
+    if start + end < size:
+        os.ftruncate(file, start + end)
 
 
 def _encoded(line: Mapping[str, Any]) -> bytes:

@@ -76,6 +76,14 @@ TOLD_EVENTS: tuple[type, ...] = (
 )
 
 
+def check_is_one(path: Path) -> None:
+    """Raises UserError if the folder is no run directory."""
+    if not ((path / MARKER).is_file() and (path / CONFIG).is_file()):
+        raise UserError(
+            f"{path}: not a run directory (it has no {MARKER} and {CONFIG}); give the folder that `laminar train` named"
+        )
+
+
 class RunDirectory:
     """One run directory; made by `create`, filled by the events that it subscribes to in `record`."""
 
@@ -117,16 +125,13 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """The folder of a run that goes on: what happens is added to what is there.
+        """The folder of a run that goes on, and has no other process that writes: what happens is added to what is there.
 
         Raises:
             UserError: it is no run directory, or cannot be written.
         """
         path = path.resolve()
-        if not ((path / MARKER).is_file() and (path / CONFIG).is_file()):
-            raise UserError(
-                f"{path}: not a run directory (it has no {MARKER} and {CONFIG}); give the folder that `laminar train` named"
-            )
+        check_is_one(path)
         run_directory = cls(path)
         try:
             run_directory._open_files()

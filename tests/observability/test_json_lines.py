@@ -58,6 +58,18 @@ def test_a_full_disk_costs_the_line_and_leaves_no_half_of_it(lines, errors, monk
     assert read(lines) == [{"n": 1}, {"n": 3}]
 
 
+@pytest.mark.parametrize(
+    ("left", "whole"),
+    [(b'{"n":0}\n{"n":1}\n', 2), (b'{"n":0}\n{"n":', 1), (b'{"n":', 0), (b"", 0), (b'{"n":0}\n' + b"x" * 200_000, 1)],
+)
+def test_half_a_line_of_a_writer_that_was_killed_is_removed(tmp_path, errors, left, whole):
+    (tmp_path / "x.jsonl").write_bytes(left)
+    lines = JsonLines(tmp_path / "x.jsonl", lambda path, error: errors.append(error))
+    lines.write({"n": whole})
+    assert read(lines) == [{"n": n} for n in range(whole + 1)]
+    lines.close()
+
+
 def test_dev_full(errors):
     lines = JsonLines(Path("/dev/full"), lambda path, error: errors.append(error))
     lines.write({"n": 1})
