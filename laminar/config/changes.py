@@ -31,7 +31,7 @@ RULES: dict[str, str | None] = {
         f"rollout.{key}": None
         for key in (
             *("engine", "replicas", "max_running", "kv_cache_mib", "delta_interval_s", "threads", "restarts"),
-            "on_lost_version",
+            *("host_failures", "suspect_after_s", "silence_limit_s", "drain_s", "on_lost_version"),
         )
     },
     "rollout.tensor_parallel": "the weights are laid out for it",
@@ -61,6 +61,15 @@ RULES: dict[str, str | None] = {
     "repack": None,
     "controller": None,
     "launch": None,
+}
+
+
+# Keys that workers read, by the part of the run (`launch`) that they are.
+READ_BY = {
+    "trainer": ("trainer", "algorithm"),
+    "relays": ("relay",),
+    "rollouts": ("rollout", "repack", "evaluation"),
+    "environments": ("reward", "environment", "evaluation"),
 }
 
 

@@ -6,6 +6,7 @@ Exit status as that of `laminar train`. Everything that it needs is in the run d
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -56,7 +57,7 @@ def _run(config: ExperimentConfig, directory: RunDirectory, descriptor: int) -> 
     terminal.open()
 
     async def run() -> str:
-        processes = await SupervisedProcesses.connect(directory.path, descriptor)
+        processes = await SupervisedProcesses.connect(directory.path, descriptor, _end_at_once)
         records = Records(directory.path)
         run = LocalRun(config, directory.path, events, terminal, processes, records, run_id=records.run_id)
         return await run.run()
@@ -71,6 +72,13 @@ def _run(config: ExperimentConfig, directory: RunDirectory, descriptor: int) -> 
     finally:
         terminal.close()
     return 0
+
+
+def _end_at_once() -> None:
+    """The supervisor's process has ended, and the kernel is about to end this one: workers that were started by hand must hear
+    nothing of an end in between, for they wait for another controller.
+    """
+    os._exit(1)
 
 
 if __name__ == "__main__":

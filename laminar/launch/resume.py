@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from laminar.config.changes import check_changes
+from laminar.config.changes import READ_BY, check_changes
 from laminar.config.data_schema import FileSource
 from laminar.config.load import to_yaml
 from laminar.config.schema import ExperimentConfig
@@ -21,6 +21,7 @@ from laminar.errors import UserError
 from laminar.launch.preflight import preflight
 from laminar.launch.records import note
 from laminar.observability.run_directory import CONFIG
+from laminar.protocol.connection import CONNECTION_FILE
 
 COMPLETE = "complete.json"  # as in laminar/workers/trainer/checkpoint.py
 READ_BYTES = 1 << 20
@@ -45,6 +46,8 @@ def take_up(run_dir: Path, overrides: Sequence[str]) -> tuple[ExperimentConfig, 
         before = ExperimentConfig.model_validate_json(meta["config"])
         config = preflight(run_dir / CONFIG, overrides)
         changed = check_changes(before, config)
+        if (run_dir / CONNECTION_FILE).exists():  # of a run that did not end by itself
+            _check_workers_by_hand(config, [key for key, _, _ in changed], run_dir)
         _check_fingerprints(config, meta)
         said = _choose_checkpoint(connection, meta["run_id"], run_dir)
         note(connection, config=config.model_dump_json(), asked="[]")
@@ -60,6 +63,17 @@ def take_up(run_dir: Path, overrides: Sequence[str]) -> tuple[ExperimentConfig, 
         print(f"{key}: {old} -> {new}")
     print(f"resuming {run_dir} {said}")
     return config, meta["run_id"]
+
+
+def _check_workers_by_hand(config: ExperimentConfig, changed: Sequence[str], run_dir: Path) -> None:
+    """Those that wait for another controller would go on with the values that they were started with."""
+    for part, sections in READ_BY.items():
+        keys = [key for key in changed if key.partition(".")[0] in sections]
+        if keys and getattr(config.launch, part) == "manual":
+            raise UserError(
+                f"{', '.join(keys)}: launch.{part} is manual, and workers that wait for the run to go on would keep the old values. "
+                f"Resume without the change; or end them, remove {run_dir / CONNECTION_FILE}, and start them again"
+            )
 
 
 def _check_fingerprints(config: ExperimentConfig, meta: dict[str, str]) -> None:

@@ -6,6 +6,7 @@ Invariant: every process that was asked for and ends unasked is told to `on_exit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import Callable, Iterable
@@ -18,10 +19,6 @@ from laminar.launch.commands import Command
 from laminar.launch.local import log_tail
 
 START_LIMIT_S = 30.0  # to start a process
-
-
-class SupervisorGone(Exception):
-    """The supervisor's process has ended: everything ends."""
 
 
 class SupervisedProcesses:
@@ -43,11 +40,11 @@ class SupervisedProcesses:
         self._turn = asyncio.Lock()
 
     @classmethod
-    async def connect(cls, run_dir: Path, descriptor: int) -> SupervisedProcesses:
-        """Over the socket that this process has inherited."""
+    async def connect(cls, run_dir: Path, descriptor: int, gone: Callable[[], None]) -> SupervisedProcesses:
+        """Over the socket that this process has inherited. `gone` is called when the supervisor's process has ended."""
         reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=descriptor), limit=1 << 24)
         processes = cls(run_dir, writer, json.loads(await reader.readline()))
-        processes._listening = asyncio.create_task(processes._listen(reader), name="notices of the supervisor")
+        processes._listening = asyncio.create_task(processes._listen(reader, gone), name="notices of the supervisor")
         return processes
 
     def adopt(self, commands: Iterable[Command]) -> None:
@@ -93,23 +90,23 @@ class SupervisedProcesses:
         """Last lines of the logs of processes: what a person needs when they have died."""
         return log_tail(self._log_dir, names)
 
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            notice: dict[str, Any] = json.loads(line)
-            if "started" in notice:
-                self._pids[notice["started"]] = notice["pid"]
-                if self._starting is not None and not self._starting.done():
-                    self._starting.set_result(notice["pid"])
-            elif "failed" in notice:
-                if self._starting is not None and not self._starting.done():
-                    error = RunFailed(f"{notice['failed']} could not be started: {notice['error']}")
-                    self._starting.set_exception(error)
-            elif "ended" in notice:
-                self._ended(notice["ended"], notice["status"])
-            elif not self._stopped.done():
-                self._stopped.set_result(notice["stopped"])
-        if not self.failure.done():
-            self.failure.set_exception(SupervisorGone("the supervisor's process has ended"))
+    async def _listen(self, reader: asyncio.StreamReader, gone: Callable[[], None]) -> None:
+        with contextlib.suppress(ConnectionError):  # it ended before it had read all
+            while line := await reader.readline():
+                notice: dict[str, Any] = json.loads(line)
+                if "started" in notice:
+                    self._pids[notice["started"]] = notice["pid"]
+                    if self._starting is not None and not self._starting.done():
+                        self._starting.set_result(notice["pid"])
+                elif "failed" in notice:
+                    if self._starting is not None and not self._starting.done():
+                        error = RunFailed(f"{notice['failed']} could not be started: {notice['error']}")
+                        self._starting.set_exception(error)
+                elif "ended" in notice:
+                    self._ended(notice["ended"], notice["status"])
+                elif not self._stopped.done():
+                    self._stopped.set_result(notice["stopped"])
+        gone()
 
     def _ended(self, name: str, status: int) -> None:
         self._pids.pop(name, None)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from laminar.config.changes import RULES, changes, check_changes, rule
+from laminar.config.changes import READ_BY, RULES, changes, check_changes, rule
 from laminar.config.describe import all_keys
-from laminar.config.schema import ExperimentConfig
+from laminar.config.schema import ExperimentConfig, LaunchConfig
 from laminar.errors import UserError
 from tests.controller.fake_workers import experiment
 
@@ -14,7 +14,7 @@ from tests.controller.fake_workers import experiment
     [
         *("trainer.optimizer.learning_rate", "trainer.steps", "trainer.restarts", "trainer.checkpoint_every"),
         *("rollout.replicas", "rollout.restarts", "relay.count", "controller.port", "schedule.max_staleness"),
-        *("evaluation.every", "evaluation.share"),
+        *("rollout.drain_s", "rollout.silence_limit_s", "evaluation.every", "evaluation.share"),
     ],
 )
 def test_what_is_safe_may_change(key):
@@ -41,6 +41,12 @@ def test_every_key_has_a_rule():
 def test_every_rule_is_about_a_key():
     keys = list(all_keys(ExperimentConfig))
     assert not [name for name in RULES if name and not any(f"{key}.".startswith(f"{name}.") for key in keys)]
+
+
+def test_what_workers_read_are_sections():
+    sections = {key.partition(".")[0] for key in all_keys(ExperimentConfig)}
+    assert READ_BY.keys() == LaunchConfig.model_fields.keys()
+    assert all(section in sections for read in READ_BY.values() for section in read)
 
 
 def test_changes_are_named_with_both_values():

@@ -125,9 +125,11 @@ async def test_workers_that_were_started_by_hand_outlive_controller_and_supervis
         run.process.kill()  # and with it the controller
         await run.process.wait()
 
-        again = await Resumed(run.run_dir, name, "--set", "trainer.steps=100").start()
+        again = await Resumed(run.run_dir, name).start()
         runs.append(again)
         await again.line(r"taking up the run after step \d+ \(controller 2\)")
+        await again.line(r"^ *\d+/")
+        again.process.send_signal(signal.SIGINT)
         assert await again.end() == 0, again.output
         assert [await asyncio.wait_for(worker.wait(), 60) for worker in workers] == [0, 0, 0, 0]
     finally:
@@ -137,7 +139,8 @@ async def test_workers_that_were_started_by_hand_outlive_controller_and_supervis
     nothing_left(again)
     assert "was lost" not in again.output
     assert not [line for line in again.lines("events.jsonl") if line["event"] == "TrainerRestarted"]
-    assert accounts_of(again)["steps"] == {str(step): 4 for step in range(1, 101)}
+    steps = int(re.search(r"ended after step (\d+) of", again.output)[1])
+    assert accounts_of(again)["steps"] == {str(step): 4 for step in range(1, steps + 1)}
 
 
 # ------------------------------------------------------------ what is refused
@@ -173,6 +176,16 @@ def test_a_run_that_has_ended_can_be_taken_up_and_its_config_changed(run_dir):
     assert config.trainer.steps == 77
     again, same = take_up(run_dir, [])
     assert (again, same) == (config, run_id)
+
+
+def test_workers_by_hand_that_may_wait_with_the_old_values_are_not_taken_up_with_new_ones(run_dir):
+    take_up(run_dir, ["launch.trainer=manual"])
+    (run_dir / "connection.json").write_text("")  # as a killed run leaves it
+    with pytest.raises(UserError, match=r"trainer.steps: launch.trainer is manual.*remove .*connection.json"):
+        take_up(run_dir, ["trainer.steps=77"])
+    take_up(run_dir, ["rollout.restarts=7"])
+    (run_dir / "connection.json").unlink()
+    take_up(run_dir, ["trainer.steps=77"])
 
 
 def test_what_was_asked_of_the_run_before_is_over(run_dir):

@@ -8,7 +8,7 @@ import pytest
 
 from laminar.errors import RunFailed
 from laminar.launch.commands import Command
-from laminar.launch.supervised import SupervisedProcesses, SupervisorGone
+from laminar.launch.supervised import SupervisedProcesses
 
 COMMAND = Command(name="rollout-0", argv=("true",), environment={}, workers=("rollout-0",))
 
@@ -19,11 +19,13 @@ async def line(tmp_path):
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     writer.write(b'{"living": {"relay-1": 7}, "supervisor": 1}\n')
-    processes = await SupervisedProcesses.connect(tmp_path, theirs.detach())
+    gone = asyncio.Event()
+    processes = await SupervisedProcesses.connect(tmp_path, theirs.detach(), gone.set)
     yield processes, reader, writer
+    assert not gone.is_set()
     writer.close()
-    with pytest.raises(SupervisorGone):
-        await asyncio.wait_for(processes.failure, 10)
+    await asyncio.wait_for(gone.wait(), 10)
+    assert not processes.failure.done(), "it would have the workers told that the run has ended"
 
 
 def tell(writer, **notice):
