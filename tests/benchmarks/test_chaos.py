@@ -69,7 +69,7 @@ def test_a_trajectory_in_two_steps_and_one_of_two_versions_are_found(tmp_path):
 @pytest.mark.timeout(900)
 async def test_nothing_is_lost_when_processes_are_killed(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), str(Path(live_run.__file__).parent)]))
-    rounds, steps = 6, 150
+    rounds, steps = 10, 450
     make_model(tmp_path / "tiny", seed=0)
     config, _ = write_config(
         tmp_path,
@@ -82,8 +82,8 @@ async def test_nothing_is_lost_when_processes_are_killed(tmp_path, monkeypatch):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{k:05d}", "answer": "x"}) + "\n" for k in range(4 * steps)))
     scale = chaos.Scale(config=Path(config), groups_per_step=4, group_size=2, prompts_key=None)
-    figures = await chaos.measure_chaos(rounds, 3, chaos.KINDS, scale, tmp_path / "runs", steps)
-    assert figures["rounds"] > 2
+    figures = await chaos.measure_chaos(rounds, 49, chaos.KINDS, scale, tmp_path / "runs", steps)
+    assert all(figures["strikes"].values()), "the data was used up before each kind was struck"
     assert (figures["lost"], figures["duplicated"], figures["mixed_versions"], figures["dropped"]) == (0, 0, 0, 0)
     assert figures["steps"] == steps
     for kind in chaos.KINDS:
