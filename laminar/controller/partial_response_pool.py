@@ -171,7 +171,13 @@ class PartialResponsePool:
         return list(self._destined.get(rollout, {}).values())
 
     def take_waiting(self, rollout: str, policy_version: int, room: int) -> list[Trajectory]:
-        """Up to `room` trajectories that this rollout may go on with now: those destined for it, then orphans."""
+        """Up to `room` trajectories that this rollout may go on with now: those destined for it, then orphans.
+
+        `room` is below 0 where a rollout has come back to another controller with trajectories that have ended
+        meanwhile, and is about to say so.
+        """
+        if room <= 0:
+            return []
         chosen = self.destined(rollout)[:room]
         for trajectory in chosen:
             self._undestine(trajectory)

@@ -85,6 +85,17 @@ def test_a_stopped_trajectory_waits_for_its_destination_with_all_its_tokens():
     assert (len(pool), pool.late_tokens) == (0, 0)
 
 
+def test_a_rollout_that_holds_more_than_it_may_takes_nothing():
+    pool = PartialResponsePool()
+    waiting = [trajectory(f"0.{member}") for member in range(3)]
+    for one in waiting:
+        pool.lease(one, rollout="rollout-0", policy_version=3, now=1.0)
+        pool.take_in(message((one.trajectory_id, 1, 0, (5,), "abort")), 2.0)
+        pool.destine(one, "rollout-1")
+    assert pool.take_waiting("rollout-1", 3, -1) == []
+    assert pool.take_waiting("rollout-1", 3, 2) == waiting[:2]
+
+
 def test_an_orphan_goes_to_a_rollout_of_its_version_or_starts_over_with_a_newer_one():
     pool, one = PartialResponsePool(), trajectory()
     pool.lease(one, rollout="rollout-0", policy_version=3, now=1.0)

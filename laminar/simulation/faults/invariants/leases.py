@@ -6,8 +6,9 @@ One place: in flight on one rollout, or an orphan, or destined for one rollout, 
 from __future__ import annotations
 
 from laminar.controller.controller import Controller
+from laminar.controller.replica import Replica
 from laminar.protocol.messages import TrajectoryDeltas
-from laminar.simulation.faults.invariants.invariant import Invariant
+from laminar.simulation.faults.invariants.invariant import Invariant, Observed
 from laminar.trajectory import Trajectory, TrajectoryState
 
 IN_PROGRESS = (TrajectoryState.GENERATING, TrajectoryState.MIGRATING, TrajectoryState.ORPHANED)
@@ -63,6 +64,10 @@ class OnePlace(Invariant):
 
     name = "a trajectory in progress is in one place"
 
+    def __init__(self, run: Observed) -> None:
+        super().__init__(run)
+        self._within: dict[str, Replica] = {}  # have had no more than they may: they never get more again
+
     def recount(self) -> None:
         """See `Invariant`."""
         pool, replicas = self.controller.pool, self.controller.rollouts.replicas
@@ -76,7 +81,10 @@ class OnePlace(Invariant):
                     self.fail(
                         f"{replica.name} holds trajectory {trajectory_id}, which is {trajectory.state.value} on {trajectory.rollout}"
                     )
-            if len(replica.in_flight) > self.run.config.rollout.max_running:
+            if len(replica.in_flight) <= self.run.config.rollout.max_running:
+                self._within[replica.name] = replica
+            elif self._within.get(replica.name) is replica:
+                # Not one that has just come back to another controller: some of what it holds has ended there meanwhile.
                 self.fail(f"{replica.name} holds {len(replica.in_flight)} trajectories: more than rollout.max_running")
         for rollout in pool._destined:
             for trajectory in pool.destined(rollout):
