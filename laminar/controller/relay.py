@@ -25,6 +25,7 @@ class Relay:
     address: str = ""  # where it takes TCP hops
     world: str = ""  # its mpirun world; empty outside of one
     world_rank: int = -1
+    library: str = ""  # its MPI; empty outside of a world
     versions: list[int] = field(default_factory=list)  # that its store holds complete, oldest first
     changes: int = 0  # versions that it has stored so far: tells news of it from what is older
     last: WeightsStored | None = None  # how it got the last version that came to it
@@ -47,7 +48,8 @@ class Relay:
         """It has started (again), and says what its store holds."""
         self.changes += 1
         self.versions = sorted(message.versions)
-        self.address, self.world, self.world_rank = message.address, message.world, message.world_rank
+        self.address, self.library = message.address, message.library
+        self.world, self.world_rank = message.world, message.world_rank
 
     def store(self, version: int) -> None:
         """It holds one more; the oldest beyond what it keeps are gone."""

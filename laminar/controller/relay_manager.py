@@ -277,6 +277,14 @@ class RelayManager:
         relay = self.relays.setdefault(worker.index, Relay(rank=worker.index, keep=self._config.keep_versions))
         relay.host = worker.host
         relay.joined(message)
+        others = (one for one in self.relays.values() if one is not relay and one.world == relay.world != "")
+        if (other := next((one for one in others if one.library != relay.library), None)) is not None:
+            relay.world, relay.world_rank = "", -1  # nobody promises that two MPIs understand each other
+            text = (
+                f"{relay.name} on {relay.host} has {relay.library}, {other.name} on {other.host} {other.library}: weights go "
+                f"to {relay.name} by TCP; install the same MPI on both hosts"
+            )
+            self._events.emit(Notice(level="warning", text=text))
 
     def _on_ready(self, worker: Worker) -> None:
         """It can be part of the chain: of the one under way, or of the next."""

@@ -27,6 +27,8 @@ from laminar.errors import WorkerLost
 from laminar.observability.events import EventBus, RolloutsRepacked, WeightsPublished
 from laminar.protocol import messages
 
+UNUSED_FACTOR = 4  # while nothing may be moved loads are for people only, and come so much less often
+
 
 class Repacker:
     """Polls and plans; moves while `repack.enabled`, or when a person asks for it."""
@@ -50,7 +52,7 @@ class Repacker:
         self._registry = registry
         self._events = events
         self._enabled = config.enabled
-        self._interval_s = config.interval_s
+        self._interval_s = config.interval_s * (1 if config.enabled else UNUSED_FACTOR)
         self._move_kv = config.move_kv
         self._limit_s = limit_s
         self._asked = False  # a person wants trajectories moved now
