@@ -47,6 +47,9 @@ def simulate_faults(seeds: int, first_seed: int = 0, seed: int | None = None, pr
             bar.advance(task)
             if run.violated:
                 bar.console.print(Text(f"seed {run.seed}: {run.violated}; {_replay_command(run.seed)}"))
+            done = int(bar.tasks[task].completed)
+            if not console.is_terminal and done % max(1, seeds // 10) == 0:
+                console.print(f"{done} of {seeds} done")
 
         result = explore(range(first_seed, first_seed + seeds), processes=processes, progress=progress)
     _print_summary(console, result)
