@@ -80,6 +80,7 @@ def settings(scale: Scale, steps: int) -> tuple[str, ...]:
         f"trainer.group_size={scale.group_size}",
         f"trainer.steps={steps + 1000}",
         "trainer.checkpoint_every=2",
+        "controller.restarts=1000",
         "trainer.restarts=1000",
         "trainer.optimizer.schedule=constant",
         "schedule.on_stale=train",

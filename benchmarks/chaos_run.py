@@ -98,7 +98,7 @@ class ChaosRun:
         """Wait until it holds, or the run has ended; returns when. Raises TimeoutError that says what was awaited."""
         try:
             async with asyncio.timeout(limit_s):
-                while not condition() and not self.ended():
+                while not self.ended() and not condition():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:

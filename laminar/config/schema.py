@@ -99,7 +99,8 @@ class RolloutConfig(Section):
 
     def degree(self, index: int) -> int:
         """Tensor parallel degree of one replica; of the last one for those that are added to a run."""
-        return self.degrees[min(index, len(self.degrees) - 1)]
+        given = self.tensor_parallel
+        return given[min(index, len(given) - 1)] if isinstance(given, list) else given
 
     @property
     def largest_degree(self) -> int:

@@ -178,7 +178,7 @@ class RolloutManager:
         for trajectory in waiting:
             self._events.emit(TrajectoryMoved(trajectory=trajectory, rollout=replica.name))
         leased += self._evaluation(replica)
-        share = self._share(replica)
+        share = self._share(replica) if self._may_start(replica) else 0
         while len(replica.in_flight) < share and self._may_start(replica):
             prompt = self.prompts.take()
             if prompt is None:
@@ -192,7 +192,11 @@ class RolloutManager:
 
     def _evaluation(self, replica: Replica) -> list[messages.TrajectoryAssignment]:
         """Trajectories of an evaluation, leased to this rollout; none while it is to drain for what is trained."""
-        if replica.receiving or (self.pool.orphans and self._version_to_rescue(replica) is not None):
+        if (
+            self.evaluator.running is None
+            or replica.receiving
+            or (self.pool.orphans and self._version_to_rescue(replica) is not None)
+        ):
             return []
         together = not self.schedule.synchronizes or self.fleet.all_serve(replica.policy_version)
         room = self._max_running - len(replica.in_flight)

@@ -119,14 +119,13 @@ class LiveRun:
                 await asyncio.gather(*(_end_of(pid) for pid in pids))
 
     def listening(self):
-        """TCP ports on which its processes listen, the controller's included."""
+        """TCP sockets on which its processes listen, the controller's included: (port, inode)."""
         inodes = set()
         for pid in [self.process.pid, *self.processes()]:
             with contextlib.suppress(OSError):
                 links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
                 inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
-        rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()]
-        return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+        return {(port, inode) for port, inode in all_listening() if inode in inodes}
 
     def shared_memory(self):
         """What this run has in shared memory."""
@@ -135,6 +134,12 @@ class LiveRun:
     def lines(self, name):
         """A JSON Lines file of the run directory."""
         return [json.loads(line) for line in (self.run_dir / name).read_text().splitlines()]
+
+
+def all_listening():
+    """TCP sockets on which anybody on this machine listens: (port, inode). Another's may have a port that was used before."""
+    rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()]
+    return {(int(row[1].rpartition(":")[2], 16), row[9]) for row in rows if row[3] == "0A"}
 
 
 def pid_of(line):
