@@ -100,7 +100,7 @@ async def measure_chaos(
     rounds: int, seed: int, kinds: tuple[str, ...], scale: Scale, folder: Path, steps: int | None = None
 ) -> dict[str, Any]:
     """Make both runs; `steps` is how many the data lasts for."""
-    steps = 4 * rounds + 20 if steps is None else steps
+    steps = 7 * rounds + 20 if steps is None else steps
     prompts = steps * scale.groups_per_step
     chosen = settings(scale, steps)
     if scale.prompts_key is not None:
@@ -269,7 +269,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(KINDS), help="which processes are struck, with commas")
-    parser.add_argument("--steps", type=int, help="steps that the data lasts for (4 per round, and 20)")
+    parser.add_argument("--steps", type=int, help="steps that the data lasts for (7 per round, and 20)")
     parser.add_argument("--folder", type=Path, help="where the two run directories are kept; else they are removed")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
