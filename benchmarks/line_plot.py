@@ -36,6 +36,7 @@ def line_plot(panels: Sequence[Panel], *, x_title: str, y_title: str, y_range: t
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
     low = min(min(line.xs) for panel in panels for line in panel.lines)
     high = max(max(line.xs) for panel in panels for line in panel.lines)
+    low = 0.0 if 0 < low < 0.05 * high else low  # a rounder end of the axis
     width = LEFT + len(panels) * (WIDTH + GAP)
     parts = [f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {TOP + HEIGHT + BOTTOM}'>"]
     parts.append(f"<rect width='{width}' height='{TOP + HEIGHT + BOTTOM}' fill='white'/>")
