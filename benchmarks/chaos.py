@@ -97,9 +97,16 @@ def settings(scale: Scale, steps: int) -> tuple[str, ...]:
 
 
 async def measure_chaos(
-    rounds: int, seed: int, kinds: tuple[str, ...], scale: Scale, folder: Path, steps: int | None = None
+    rounds: int,
+    seed: int,
+    kinds: tuple[str, ...],
+    scale: Scale,
+    folder: Path,
+    steps: int | None = None,
+    *,
+    compare: bool = True,
 ) -> dict[str, Any]:
-    """Make both runs; `steps` is how many the data lasts for."""
+    """Make both runs, or without `compare` the struck one; `steps` is how many the data lasts for."""
     steps = 7 * rounds + 20 if steps is None else steps
     prompts = steps * scale.groups_per_step
     chosen = settings(scale, steps)
@@ -117,11 +124,14 @@ async def measure_chaos(
         status = await run.end(3600.0)
         if status:
             raise RuntimeError(f"the struck run failed with status {status}:\n{run.output()[-4000:]}")
+    count = {"prompts": prompts, "groups_per_step": scale.groups_per_step, "group_size": scale.group_size}
+    struck = accounts(folder / "struck", **count)
+    if not compare:
+        return _figures(made, struck, None)
     async with ChaosRun(config=scale.config, run_dir=folder / "undisturbed", settings=chosen) as run:
         if await run.end(3600.0):
             raise RuntimeError(f"the undisturbed run failed:\n{run.output()[-4000:]}")
-    count = {"prompts": prompts, "groups_per_step": scale.groups_per_step, "group_size": scale.group_size}
-    return _figures(made, accounts(folder / "struck", **count), accounts(folder / "undisturbed", **count))
+    return _figures(made, struck, accounts(folder / "undisturbed", **count))
 
 
 async def _round(run: ChaosRun, chance: random.Random, kinds: tuple[str, ...], scale: Scale) -> Round | None:
@@ -216,7 +226,7 @@ def _broadcast_under_way(run: ChaosRun) -> int | None:
     return published[-1] if published and published[-1] not in carried else None
 
 
-def _figures(made: list[Round], struck: Accounts, undisturbed: Accounts) -> dict[str, Any]:
+def _figures(made: list[Round], struck: Accounts, undisturbed: Accounts | None) -> dict[str, Any]:
     recovered = {
         kind: [one.recovered_s for one in made if one.kind == kind and one.recovered_s is not None] for kind in KINDS
     }
@@ -239,7 +249,7 @@ def _figures(made: list[Round], struck: Accounts, undisturbed: Accounts) -> dict
         "killed_noticed_s_max": max(killed) if killed else None,
         "stopped_noticed_s_max": max(silent) if silent else None,
         "reward_final": struck.reward_final,
-        "reward_undisturbed": undisturbed.reward_final,
+        "reward_undisturbed": None if undisturbed is None else undisturbed.reward_final,
     }
 
 

@@ -211,7 +211,7 @@ class RepackConfig(Section):
     move_kv: Literal["auto", "always", "never"] = "auto"
     """Move a trajectory's KV blocks with it, instead of a prefill at the target; auto: unless that was measured to take longer."""
     interval_s: Annotated[float, Field(gt=0)] = 5.0
-    """How often each rollout is asked for its load, and a plan is made, in seconds; a publish has both happen at once. Four times as long while repack is off."""
+    """How often each rollout is asked for its load, and a plan is made, in seconds; a publish has both happen at once. Twelve times as long while repack is off, and at no publish."""
     kv_ceiling: Annotated[float, Field(gt=0, le=1)] = 0.9
     """C_max: no target is filled above this KV utilization."""
     batch_bound: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"

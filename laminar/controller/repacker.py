@@ -27,7 +27,7 @@ from laminar.errors import WorkerLost
 from laminar.observability.events import EventBus, RolloutsRepacked, WeightsPublished
 from laminar.protocol import messages
 
-UNUSED_FACTOR = 4  # while nothing may be moved loads are for people only, and come so much less often
+UNUSED_FACTOR = 12  # while nothing may be moved loads are for people only, and come so much less often
 
 
 class Repacker:
@@ -59,7 +59,8 @@ class Repacker:
         self._unheard: set[str] = set()  # rollouts that have not answered since the last plan
         self._all_heard = asyncio.Event()
         manager.on_observed = self._on_observed
-        events.subscribe(lambda _: self._poll_all(), WeightsPublished)
+        if config.enabled:
+            events.subscribe(lambda _: self._poll_all(), WeightsPublished)
 
     async def poll_forever(self, replica: Replica) -> None:
         """Ask one rollout for its load, at every interval and whenever a plan is wanted; the rollout manager hears the answer."""

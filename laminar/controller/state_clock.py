@@ -16,15 +16,19 @@ class StateClock:
 
     def enter(self, state: str) -> None:
         """The state from now on."""
-        now = self._now()
-        self._totals[self.state] = self._totals.get(self.state, 0.0) + now - self._since
-        self._since = now
-        self.state = state
+        if state != self.state:
+            self._add_up()
+            self.state = state
 
     def totals(self) -> dict[str, float]:
         """Seconds per state until now."""
-        self.enter(self.state)
+        self._add_up()
         return dict(self._totals)
+
+    def _add_up(self) -> None:
+        now = self._now()
+        self._totals[self.state] = self._totals.get(self.state, 0.0) + now - self._since
+        self._since = now
 
 
 def difference(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:

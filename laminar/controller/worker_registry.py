@@ -386,7 +386,9 @@ class WorkerRegistry:
         waiting = self._awaited.get(worker.name)
         if waiting and self._answer(waiting, message):
             return
-        if isinstance(message, Heartbeat):
+        if (handler := self._handlers.get(type(message))) is not None:  # first, for it is the hot path
+            handler(worker, message)
+        elif isinstance(message, Heartbeat):
             return
         elif isinstance(message, Progress):
             worker.detail = message.text
@@ -404,8 +406,6 @@ class WorkerRegistry:
             if message.user_error:
                 raise UserError(f"{worker.name}: {message.error}")
             self.lost(worker.name, message.error)
-        elif type(message) in self._handlers:
-            self._handlers[type(message)](worker, message)
         else:
             self._events.emit(
                 Notice(level="warning", text=f"{worker.name} sent {type(message).__name__}, which nobody waits for")

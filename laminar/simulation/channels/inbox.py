@@ -15,6 +15,7 @@ class Inbox(Generic[T]):
     def __init__(self) -> None:
         self._items: deque[T] = deque()
         self._reader: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the reader
 
     def put(self, item: T) -> None:
         """Append an item and wake the reader."""
@@ -31,7 +32,9 @@ class Inbox(Generic[T]):
         while not self._items:
             if self._reader is not None:
                 raise RuntimeError("two coroutines read one inbox")
-            self._reader = asyncio.get_running_loop().create_future()
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+            self._reader = self._loop.create_future()
             try:
                 await self._reader
             finally:
