@@ -52,7 +52,8 @@ class Repacker:
         self._registry = registry
         self._events = events
         self._enabled = config.enabled
-        self._interval_s = config.interval_s * (1 if config.enabled else UNUSED_FACTOR)
+        self._poll_s = config.interval_s * (1 if config.enabled else UNUSED_FACTOR)
+        self._patience_s = 2 * config.interval_s  # for the answers to a poll
         self._move_kv = config.move_kv
         self._limit_s = limit_s
         self._asked = False  # a person wants trajectories moved now
@@ -66,7 +67,7 @@ class Repacker:
         """Ask one rollout for its load, at every interval and whenever a plan is wanted; the rollout manager hears the answer."""
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.call_later(self._interval_s, replica.poll.set)
+            due = loop.call_later(self._poll_s, replica.poll.set)
             try:
                 await replica.poll.wait()
             finally:
@@ -85,7 +86,7 @@ class Repacker:
         async with asyncio.TaskGroup() as moves:
             while True:
                 try:
-                    async with asyncio.timeout(2 * self._interval_s):
+                    async with asyncio.timeout(self._patience_s):
                         await self._all_heard.wait()
                 except TimeoutError:
                     pass
