@@ -20,8 +20,10 @@ if [ $# -gt 0 ]; then
 else
     # Real runs wait a third of their time: all other tests run beside them, and are printed after them.
     others=$(mktemp)
-    $bin/python -m pytest -q --ignore tests/launch > "$others" 2>&1 &
-    trap 'kill %1 2> /dev/null || true; rm -f "$others"' EXIT
+    # Bash lets its background jobs ignore Ctrl-C: not this one, which has processes of its own to end.
+    env --default-signal=INT $bin/python -m pytest -q --ignore tests/launch > "$others" 2>&1 &
+    trap 'kill -INT %1' TERM
+    trap 'wait; rm -f "$others"' EXIT
     status=0
     step $bin/python -m pytest -q tests/launch || status=$?
     printf '[test %3d s] %s\n' "$SECONDS" "$bin/python -m pytest -q --ignore tests/launch, begun with these"
