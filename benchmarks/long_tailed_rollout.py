@@ -4,8 +4,9 @@
 
 Engine, tokens, weights and messages are those of `laminar.workers.rollout.main`. Only where a response ends is prescribed: after
 a number of tokens that is drawn from a log-normal distribution by the trajectory's id, so that runs with the same seed have the
-same lengths. With a pace, no decode step of the torch engine is shorter than that: it stands for a GPU of the rollout's own, whose
-steps do not get slower because the other rollouts of this machine work as well.
+same lengths. With a pace, no decode step is shorter than that (with vLLM no step that computes tokens, those with a prefill
+included): it stands for a GPU of the rollout's own, whose steps do not get slower because the other rollouts of this machine work
+as well.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from long_tail import Tail
 
@@ -23,6 +24,9 @@ from laminar.workers.rollout.decode_batch import DecodeBatch
 from laminar.workers.rollout.engine import EngineDelta, EngineSettings, GenerationRequest, RolloutEngine
 from laminar.workers.rollout.torch_engine import TorchEngine
 from laminar.workers.rollout.vllm_engine import VllmEngine
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
 
 def shortened(request: GenerationRequest, tail: Tail) -> GenerationRequest:
@@ -44,7 +48,7 @@ class LongTailedTorch(TorchEngine):
 
 
 class LongTailedVllm(VllmEngine):
-    """The vLLM engine with prescribed lengths."""
+    """The vLLM engine with prescribed lengths, and with the pace."""
 
     def __init__(self, settings: EngineSettings, tail: Tail) -> None:
         super().__init__(settings)
@@ -52,6 +56,14 @@ class LongTailedVllm(VllmEngine):
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[EngineDelta]:
         return super().generate(shortened(request, self._tail))
+
+    def _arguments(self, cuda: bool) -> AsyncEngineArgs:
+        from paced_vllm import PacedExecutor
+
+        arguments = super()._arguments(cuda)
+        if self._tail.pace_s:
+            arguments.distributed_executor_backend = PacedExecutor
+        return arguments
 
 
 class PacedBatch(DecodeBatch):

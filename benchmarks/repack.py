@@ -6,7 +6,7 @@
 - planner: 1024 rollouts, half of them draining, and how its time grows; CPU milliseconds, the best of several.
 - real: `laminar train` with all its processes, three rollouts, the same lengths with and without repack (log-normal, 99th percentile
   10 x the median: `long_tail.py`). On a machine with fewer cores than rollouts these would slow each other, which GPUs do not:
-  `--pace-ms` holds each decode step of the torch engine to a shortest time. The two runs of a seed are made at the same
+  `--pace-ms` holds each decode step to a shortest time. The two runs of a seed are made at the same
   time, so that whatever else the machine does meets both.
 - simulated: the study's clusters with and without repack, in virtual time.
 - kv: the pause of a move with KV over one with a prefill, per context length, by `kv_moves.py`.
@@ -90,7 +90,7 @@ def measure_real(options: argparse.Namespace, progress: Callable[[str], None]) -
         model=options.model,
         engine=options.engine,
         steps=options.steps,
-        pace_s=options.pace_ms / 1000 if options.engine == "torch" else 0.0,
+        pace_s=options.pace_ms / 1000,
     )
     seeds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="laminar-repack-") as folder:
