@@ -1,7 +1,7 @@
 """What repack costs and gains: the planner's time, real runs with and without it, and simulated clusters.
 
     python benchmarks/repack.py [--parts planner real kv simulated] [--model models/tiny] [--engine torch] [--seeds 3]
-                                [--pace-ms 100] [--steps 16] [--study configs/simulation/repack.yaml] [--set ...] [--json]
+                                [--first-seed 0] [--pace-ms 100] [--steps 16] [--study configs/simulation/repack.yaml] [--set ...] [--json]
 
 - planner: 1024 rollouts, half of them draining, and how its time grows; CPU milliseconds, the best of several.
 - real: `laminar train` with all its processes, three rollouts, the same lengths with and without repack (log-normal, 99th percentile
@@ -94,7 +94,7 @@ def measure_real(options: argparse.Namespace, progress: Callable[[str], None]) -
     )
     seeds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="laminar-repack-") as folder:
-        for seed in range(options.seeds):
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             with ThreadPoolExecutor(2) as pool:
                 runs = {
                     repack: pool.submit(run, workload, Path(folder) / f"{seed}-{repack}", repack=repack, seed=seed)
@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--model", default="models/tiny")
     parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--pace-ms", type=float, default=100.0)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--study", type=Path, default=Path("configs/simulation/repack.yaml"))

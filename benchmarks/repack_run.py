@@ -146,8 +146,24 @@ def figures(workload: Workload, run_dir: Path) -> dict[str, Any]:
         "moves": sum(line["repack_moves"] for line in measured),
         "trajectories_moved": sum(line["repack_trajectories"] for line in measured),
         "tokens_moved": sum(line["repack_tokens"] for line in measured),
+        **_kv(events, measured),
         "gained_tokens": sum(line["repack_gained_tokens"] for line in measured),
         "pause_s": _mean([line["repack_pause_s_mean"] for line in measured if line["repack_pause_s_mean"] is not None]),
+    }
+
+
+def _kv(events: list[dict[str, Any]], measured: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the moves of the measured steps: KV that came along, and tokens that were prefilled again."""
+    start, end = measured[0]["time_s"] - measured[0]["step_s"], measured[-1]["time_s"]
+    during = [event for event in events if start < event["time_s"] <= end]
+    moved = [event for event in during if event["event"] == "KvMoved"]
+    settled = [event for event in during if event["event"] == "RepackSettled"]
+    return {
+        "kv_moves": sum(1 for event in moved if not event["error"]),
+        "kv_bytes": sum(event["nbytes"] for event in moved),
+        "kv_refused": sum(1 for event in moved if event["error"]),
+        "kv_tokens": sum(event["kv_tokens"] for event in settled),
+        "prefilled_tokens": sum(event["tokens"] - event["kv_tokens"] for event in settled),
     }
 
 
