@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import functools
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,7 @@ class RolloutWorker:
                     await self._handle(message, streams)
                 self._session.on_notice = None  # nothing is left to hand over
                 leaving.cancel()
-                for trajectory_id in self._leases:
-                    await self._abort(trajectory_id, export_kv=False)
+                await self._abort(self._leases, export_kv=False)
                 sender.cancel()
         except* asyncio.CancelledError:
             raise asyncio.CancelledError from None
@@ -116,8 +115,7 @@ class RolloutWorker:
                 self._held.begin(assignment)
                 streams.create_task(self._stream(assignment), name=f"stream {assignment.trajectory_id}")
         elif isinstance(message, messages.AbortTrajectories):
-            for trajectory_id in message.trajectory_ids:
-                await self._abort(trajectory_id, export_kv=message.export_kv)
+            await self._abort(message.trajectory_ids, export_kv=message.export_kv)
         elif isinstance(message, messages.DropKv):
             self._drop_kv(message)
         elif isinstance(message, messages.ReportLoad):
@@ -127,13 +125,17 @@ class RolloutWorker:
         else:
             raise RuntimeError(f"a rollout does not take {type(message).__name__}")
 
-    async def _abort(self, trajectory_id: str, *, export_kv: bool) -> None:
-        lease = self._leases.get(trajectory_id)
-        if lease is not None:  # else it has just ended
-            request_id = _request_id(trajectory_id, lease)
-            self._aborted.add(request_id)  # its stream may not have begun
-            export = self._courier.export_path(trajectory_id, lease) if export_kv and self._courier else None
-            await self._engine.abort(request_id, export)
+    async def _abort(self, trajectory_ids: Iterable[str], *, export_kv: bool) -> None:
+        """Together: the engine may answer after a step only, and that should be the same one for all."""
+        aborts = []
+        for trajectory_id in trajectory_ids:
+            lease = self._leases.get(trajectory_id)
+            if lease is not None:  # else it has just ended
+                request_id = _request_id(trajectory_id, lease)
+                self._aborted.add(request_id)  # its stream may not have begun
+                export = self._courier.export_path(trajectory_id, lease) if export_kv and self._courier else None
+                aborts.append(self._engine.abort(request_id, export))
+        await asyncio.gather(*aborts)
 
     def _drop_kv(self, message: messages.DropKv) -> None:
         if self._courier is not None:
@@ -259,8 +261,9 @@ class RolloutWorker:
         """Send what has been collected, twice a second or as soon as a trajectory has finished."""
         busy = False
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._due.wait(), self._sampling.delta_interval_s)
+            with contextlib.suppress(TimeoutError):  # `wait_for` would lose a cancellation that comes with the event
+                async with asyncio.timeout(self._sampling.delta_interval_s):
+                    await self._due.wait()
             self._due.clear()
             load = self._load()
             message = self._batch.take(load)

@@ -221,10 +221,12 @@ class VllmEngine:
     async def abort(self, request_id: str, export: Path | None = None) -> None:
         """End a stream at once, its KV written to `export`; what the step in progress makes for it is dropped."""
         if request_id in self._open:
-            if export is not None and self._kv_moves:
-                await self._kv_moves.want_export(request_id, export)
             self._aborted.add(request_id)
-            await self._require_engine().abort(request_id)
+            abort = self._require_engine().abort(request_id)
+            if export is None or not self._kv_moves:
+                await abort
+            else:  # in this order, but without waiting a step for the answer
+                await asyncio.gather(self._kv_moves.want_export(request_id, export), abort)
 
     async def load_weights(self, path: str, policy_version: int) -> None:
         """Load the version's tensors in vLLM's workers and drop the prefix cache.

@@ -106,9 +106,9 @@ class Rollout:
         return [path.name for path in self.folder.directory.iterdir()]
 
 
-def generate(lease, *, kv=None):
+def generate(lease, *, kv=None, trajectory_id="7.1"):
     assignment = messages.TrajectoryAssignment(
-        trajectory_id="7.1",
+        trajectory_id=trajectory_id,
         lease=lease,
         policy_version=3,
         prompt_token_ids=np.arange(9, dtype=np.int32),
@@ -209,3 +209,27 @@ async def test_a_neighbour_removes_what_a_lost_rollout_has_left(bases):
     assert neighbour.files() == []
     await source.close()
     await neighbour.close()
+
+
+async def test_trajectories_that_are_stopped_together_wait_for_the_same_step(bases):
+    source = Rollout(0, bases / "one")
+    ids = ("7.1", "7.2", "7.3")
+    asked, all_asked, step = [], asyncio.Event(), asyncio.Event()
+    end = source.engine.abort
+
+    async def abort(request_id, export=None):
+        asked.append(request_id.rpartition("/")[0])
+        if len(asked) == len(ids):
+            all_asked.set()
+        await step.wait()
+        await end(request_id, export)
+
+    source.engine.abort = abort
+    for trajectory_id in ids:
+        source.told.put_nowait(generate(1, trajectory_id=trajectory_id))
+    source.told.put_nowait(messages.AbortTrajectories(trajectory_ids=ids, export_kv=True))
+    async with asyncio.timeout(10):
+        await all_asked.wait()
+    assert tuple(asked) == ids
+    step.set()
+    await source.close()

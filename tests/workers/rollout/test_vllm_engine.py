@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -25,6 +26,7 @@ from laminar.workers.rollout.engine import EngineSettings, GenerationRequest
 from laminar.workers.rollout.move_costs import MoveCosts
 from laminar.workers.rollout.step_times import StepTimes
 from laminar.workers.rollout.vllm_engine import VllmEngine
+from laminar.workers.rollout.vllm_kv_moves import VllmKvMoves
 from tests.tiny_models import make_model
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
@@ -78,6 +80,20 @@ def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
     return left
 
 
+def settings_of(model, **changes):
+    values = {
+        "model_path": str(model),
+        "dtype": "float32",
+        "context_tokens": 1024,
+        "max_running": 4,
+        "kv_cache_bytes": 16 << 20,
+        "tensor_parallel": 1,
+        "threads": 1,
+        "seed": 0,
+    }
+    return EngineSettings(**values | changes)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "a", seed=0, hidden=128)
@@ -118,8 +134,6 @@ def test_nothing_outlives_a_killed_rollout(model, tmp_path, tensor_parallel):
 
 
 def test_decode_steps_are_timed_by_vllms_own_stamps_and_prefills_are_not():
-    from types import SimpleNamespace
-
     from laminar.workers.rollout.vllm_extension import LoadLogger
 
     times = StepTimes()
@@ -144,17 +158,28 @@ def test_decode_steps_are_timed_by_vllms_own_stamps_and_prefills_are_not():
     assert (logger.running, logger.kv_utilization) == (1, 0.1)
 
 
+async def test_an_abort_that_exports_waits_for_no_answer_between_its_two_messages(model):
+    """vLLM answers between two steps, so each wait would pause the trajectory for one step more."""
+    said = []
+
+    async def collective_rpc(method, args):
+        said.append(method)
+        await asyncio.sleep(0)
+        said.append("answer")
+
+    async def abort(request_id):
+        said.append("abort")
+
+    engine = VllmEngine(settings_of(model))
+    engine._engine = SimpleNamespace(collective_rpc=collective_rpc, abort=abort)
+    engine._kv_moves = VllmKvMoves(engine._engine, ["a layout"], MoveCosts())
+    engine._open.add("r")
+    await engine.abort("r", Path("kv"))
+    assert said == ["want_kv_export", "abort", "answer"]
+
+
 async def test_death_of_the_engine_process_fails_its_streams(model):
-    settings = EngineSettings(
-        model_path=str(model),
-        dtype="float32",
-        context_tokens=1024,
-        max_running=4,
-        kv_cache_bytes=16 << 20,
-        tensor_parallel=1,
-        threads=1,
-        seed=0,
-    )
+    settings = settings_of(model)
     engine = VllmEngine(settings)
     await engine.start()
     request = GenerationRequest(
@@ -216,16 +241,7 @@ async def test_shards_of_different_degree_read_one_file_exactly(model, tmp_path)
         with store.begin(version, layout) as writer:
             write_tensors(writer, tensors.items())
             writer.commit()
-    settings = EngineSettings(
-        model_path=str(model),
-        dtype="float32",
-        context_tokens=64,
-        max_running=4,
-        kv_cache_bytes=16 << 20,
-        tensor_parallel=1,
-        threads=1,
-        seed=0,
-    )
+    settings = settings_of(model, context_tokens=64)
     found = {}
     for degree in (1, 2):
         engine = VllmEngine(replace(settings, tensor_parallel=degree))
@@ -257,17 +273,7 @@ async def test_a_kv_connector_that_cannot_be_loaded_is_refused_at_start(model, m
         from laminar.workers.rollout.vllm_kv_connector import KvMoveConnector
 
         monkeypatch.setattr(KvMoveConnector, "__abstractmethods__", frozenset({"new_method"}))
-    settings = EngineSettings(
-        model_path=str(model),
-        dtype="float32",
-        context_tokens=128,
-        max_running=2,
-        kv_cache_bytes=16 << 20,
-        tensor_parallel=1,
-        threads=1,
-        seed=0,
-        moves_kv=True,
-    )
+    settings = settings_of(model, context_tokens=128, max_running=2, moves_kv=True)
     engine = VllmEngine(settings)
     with pytest.raises(UserError, match=r"repack\.move_kv: the KV connector .* cannot be loaded"):
         await engine.start()
