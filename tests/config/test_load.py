@@ -147,6 +147,8 @@ def test_all_mistakes_are_told_at_once(config_file):
         ("trainer.steps=", "trainer.steps: null; expected an integer"),
         ("reward.workers=1000", "reward.workers: 1000; expected an integer, at least 1 and at most 256"),
         ("rollout.temperature=-1", "rollout.temperature: -1; expected a number, at least 0"),
+        ("repack.kv_ceiling=0", "repack.kv_ceiling: 0; expected a number, above 0 and at most 1"),
+        ("repack.kv_ceiling=1.01", "repack.kv_ceiling: 1.01; expected a number, above 0 and at most 1"),
         ("rollout.temperature=.nan", "rollout.temperature: NaN; expected a number"),
         ("rollout.temperature=.inf", "rollout.temperature: Infinity; expected a number"),
         (

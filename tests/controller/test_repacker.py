@@ -11,8 +11,9 @@ from laminar.controller.repl_commands import execute
 from laminar.observability import events as event_types
 from laminar.protocol import messages
 from laminar.simulation.cluster import RunOptions
+from laminar.simulation.models.workload import ToolCalls
 from laminar.trajectory import TrajectoryState
-from tests.simulation.small_cluster import Recorded, experiment
+from tests.simulation.small_cluster import Recorded, experiment, workload
 from tests.simulation.test_cluster import _long_tailed, check_trained
 
 
@@ -180,6 +181,37 @@ def test_what_has_no_room_when_it_arrives_goes_on_elsewhere():
     check_trained(run, config)
     assert states and set(states) == {TrajectoryState.ORPHANED}
     assert run.of(event_types.TrajectoryOrphaned) and run.of(event_types.TrajectoryMoved)
+
+
+def test_trajectories_that_wait_for_an_environment_move_along():
+    config = experiment(
+        environment__name="python_tool",
+        repack__enabled=True,
+        repack__interval_s=0.05,
+        schedule__max_staleness=8,
+        trainer__steps=10,
+        reward__workers=16,
+    )
+    tools = ToolCalls(minimum=0, maximum=2, latency_median_s=1.0, latency_p99_s=20.0, latency_limit_s=25.0)
+    run = Recorded(config, workload=workload(config, tools=tools))
+    homes = []
+
+    def watch(made):
+        stop, pool = made.controller.driver.stop, made.controller.pool
+
+        async def and_look(replica, go_on_at, **options):
+            waiting = pool.in_environment(replica.name)
+            await stop(replica, go_on_at, **options)
+            homes.extend(each.rollout == go_on_at for each in waiting if each.state is TrajectoryState.ENVIRONMENT)
+
+        made.controller.driver.stop = and_look
+
+    run.at(0.0, watch).to_the_end()
+    assert homes and all(homes)
+    steps = run.of(event_types.StepFinished)
+    trained = [each for step in steps for group in step.groups for each in group.trajectories]
+    assert len({each.trajectory_id for each in trained}) == len(trained) == 10 * 4 * 2
+    assert all(len(each.versions) == 1 for each in trained)
 
 
 @pytest.mark.parametrize("victim", ["source", "target"])
