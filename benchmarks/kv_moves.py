@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -229,6 +230,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     options = parser.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # its warnings are no part of the JSON
     every: dict[str, list[Figures]] = {}
     for model in options.models:
         for engine in options.engines:

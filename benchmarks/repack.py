@@ -143,9 +143,10 @@ def measure_simulated(study: Path, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def measure_kv_moves(engine: str) -> dict[str, Any]:
+def measure_kv_moves(engine: str, model: str) -> dict[str, Any]:
     """`kv_move_over_reprefill` of the benchmark of KV moves, by context length; raises CalledProcessError if that fails."""
-    command = [sys.executable, str(Path(__file__).with_name("kv_moves.py")), "--engines", engine, "--json"]
+    benchmark = str(Path(__file__).with_name("kv_moves.py"))
+    command = [sys.executable, benchmark, "--engines", engine, "--models", model, "--json"]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     return {"kv_move_over_reprefill": json.loads(answer.stdout)["kv_move_over_reprefill"]}
 
@@ -164,9 +165,20 @@ def show(figures: dict[str, Any]) -> None:
             table.add_row(str(seed["seed"]), *(_cell(seed, key) for key in COMPARED), str(seed["with"]["moves"]))
         console.print(table)
         console.print(f"median gain in generated tokens/s: {100 * (figures['real_throughput_gain'] - 1):+.0f} %")
+    if "kv_move_over_reprefill" in figures:
+        for name, ratios in figures["kv_move_over_reprefill"].items():
+            table = Table("context", *ratios, title=f"pause with KV over pause with a prefill, {name}")
+            table.add_row("ratio", *(f"{ratio:.2f}" for ratio in ratios.values()))
+            console.print(table)
     if "simulated" in figures:
         table = Table(
-            "setting", "generated tokens/s", "KV utilization", "p99 of a trajectory", "moves", title="simulated"
+            "setting",
+            "generated tokens/s",
+            "KV utilization",
+            "p99 of a trajectory",
+            "moves",
+            "overhead s",
+            title=f"simulated (the paper: {100 * PAPER['generation_gain']:+.0f} %, {PAPER['overhead_s']} s)",
         )
         for name, one in figures["simulated"].items():
             kv = one["kv_utilization"]
@@ -176,6 +188,7 @@ def show(figures: dict[str, Any]) -> None:
                 f"{100 * kv['without']:.0f} -> {100 * kv['with']:.0f} %",
                 f"{100 * (one['trajectory_p99_ratio'] - 1):+.0f} %",
                 str(one["moves"]),
+                f"{one['overhead_s']:.2f}",
             )
         console.print(table)
 
@@ -205,7 +218,7 @@ def main() -> None:
     if "real" in options.parts:
         figures |= measure_real(options, lambda text: print(text, file=sys.stderr, flush=True))
     if "kv" in options.parts:
-        figures |= measure_kv_moves(options.engine)
+        figures |= measure_kv_moves(options.engine, options.model)
     if "simulated" in options.parts:
         figures |= measure_simulated(options.study, options.set)
     if options.json:
