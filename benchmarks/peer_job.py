@@ -132,6 +132,7 @@ def _take_part(
             ended = time.monotonic() if place.index else float("-inf")
             if any((held[start : start + len(block)] != block).any() for start, block in _expected(round_, len(words))):
                 raise RuntimeError(f"{name}-{place.index} does not hold the bytes of round {round_}")
+            del held  # its memory, where that is another than `words`, before the next round takes as much
             answers.put((round_, arrived, ended))
             meeting.wait(LIMIT_S)  # what still is on its way is not written over, and nobody leaves whom another needs
     except Exception:  # told to the parent, which ends all

@@ -53,8 +53,13 @@ class WeightStore:
         versions = self.versions()
         return versions[-1] if versions else None
 
-    def begin(self, policy_version: int, layout: WeightLayout) -> VersionWriter:
-        """Reserve memory for a version and return its writer.
+    def begin(self, policy_version: int, layout: WeightLayout, *, reserve: bool = True) -> VersionWriter:
+        """Begin to write a version.
+
+        Args:
+            policy_version: which one.
+            layout: what it holds.
+            reserve: all of its memory at once; else by `VersionWriter.reserve`, as it is needed.
 
         Raises:
             FileExistsError: the version is already committed (versions are never reused), or somebody is writing it.
@@ -76,13 +81,14 @@ class WeightStore:
             hidden = HiddenFile(hidden_path, layout)
         else:
             hidden.rename(hidden_path)
-        try:
-            hidden.reserve()
-        except UserError:
-            hidden.path.unlink(missing_ok=True)
-            hidden.unmap()
-            raise
-        return VersionWriter(policy_version, hidden, final, self._written.append)
+        writer = VersionWriter(policy_version, hidden, final, self._written.append)
+        if reserve:
+            try:
+                writer.reserve(layout.total_bytes)
+            except UserError:
+                writer.discard()
+                raise
+        return writer
 
     def prepare(self, layout: WeightLayout) -> bool:
         """Have memory ready for the next version of this layout, so that writing it takes a memory copy and no more.

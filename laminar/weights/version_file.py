@@ -1,7 +1,7 @@
 """The file of one weight version: header, layout (msgpack), then the data region, which starts on a page.
 
 Invariants:
-- The memory is reserved (in huge pages where there are any) before the first byte is written, so that a full /dev/shm is an error message and not a SIGBUS
+- Memory is reserved (in huge pages where there are any) before it is written to, so that a full /dev/shm is an error message and not a SIGBUS
   in the middle of a copy.
 - The file is written under a hidden name and renamed when it is complete; from then on it never changes. Unlinking it
   never disturbs a process that has it mapped.
@@ -33,6 +33,7 @@ from laminar.weights.mapping import map_file, reserve
 MAGIC = b"LAMINARW"
 FORMAT = 2
 PAGE_BYTES = 4096
+_RESERVED_BYTES = 16 << 20  # at a time: whole huge pages, some milliseconds
 
 # magic, format, policy version, layout bytes, data offset, data bytes; a CRC-32 of header and layout follows the layout
 _HEADER = struct.Struct("<8sIIQQQ")
@@ -70,14 +71,14 @@ class HiddenFile:
             raise
         self.buffer: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, offset=self._data_offset)  # [total_bytes]
 
-    def reserve(self, nbytes: int | None = None) -> bool:
-        """Allocate the next bytes of the file, or all that are left; false if none were left.
+    def reserve(self, nbytes: int) -> bool:
+        """Allocate the next bytes of the file; false if none were left.
 
         Raises:
             UserError: the shared memory is too small.
         """
         start = self._reserved
-        stop = self._nbytes if nbytes is None else min(start + nbytes, self._nbytes)
+        stop = min(start + nbytes, self._nbytes)
         try:
             reserve(self._fd, self._map, start, stop)
         except OSError as error:
@@ -86,6 +87,12 @@ class HiddenFile:
             raise self._too_small() from error
         self._reserved = stop
         return stop > start
+
+    def reserve_data(self, stop: int) -> None:
+        """Allocate the file up to byte `stop` of the data region, and some more in advance; see `reserve`."""
+        missing = self._data_offset + stop - self._reserved
+        if missing > 0:
+            self.reserve(-(-missing // _RESERVED_BYTES) * _RESERVED_BYTES)
 
     def touch(self) -> None:
         """Have the kernel put the pages of all that is reserved in place (zeroed), so that writing costs a memory copy and no more.
@@ -137,6 +144,14 @@ class VersionWriter:
     def buffer(self) -> NDArray[np.uint8]:
         """The data region, uint8 [total_bytes]; empty after commit or discard."""
         return self._hidden.buffer if self._open else np.empty(0, np.uint8)
+
+    def reserve(self, stop: int) -> None:
+        """Have memory for the data region up to this byte; nothing must be written to the buffer beyond what is reserved.
+
+        Raises:
+            UserError: the shared memory is too small.
+        """
+        self._hidden.reserve_data(stop)
 
     def commit(self) -> Path:
         """Make the version visible and return its path. Views of the buffer must not be written to afterwards."""

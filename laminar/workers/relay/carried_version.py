@@ -92,7 +92,7 @@ class CarriedVersion:
         return 0 if self.layout is None else self.layout.total_bytes
 
     def learn_layout(self, raw: Bytes) -> None:
-        """Reserve the version's memory.
+        """Begin the version's file; its memory is reserved as chunks come, so that the chain does not wait for that.
 
         Raises:
             ValueError: it is no layout.
@@ -103,7 +103,7 @@ class CarriedVersion:
             layout = WeightLayout.from_bytes(raw.tobytes())
         except ValueError as error:
             raise ValueError(f"version {self.policy_version}: {error}") from error
-        self._writer = self._store.begin(self.policy_version, layout)
+        self._writer = self._store.begin(self.policy_version, layout, reserve=False)
         self._memory = self._writer.buffer
         self._know(raw, layout, complete=False)
 
@@ -122,6 +122,12 @@ class CarriedVersion:
     def memory(self, span: tuple[int, int]) -> Bytes:
         """A part of the version's own memory."""
         return self._memory[span[0] : span[1]]
+
+    def reserved(self, span: tuple[int, int]) -> Bytes:
+        """A part of the version's own memory, to be written to. Raises UserError: the shared memory is too small."""
+        assert self._writer is not None
+        self._writer.reserve(span[1])
+        return self.memory(span)
 
     def checksum(self, table: ChunkTable, index: int) -> int:
         """Checksum of a checked chunk, taken once."""

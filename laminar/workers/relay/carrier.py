@@ -4,7 +4,7 @@
 
 Invariants:
 - Everything that touches MPI, hops and the transfer is done by this thread; without work it is blocked in the queue and
-  burns no CPU. The caller's loop is never blocked.
+  burns no CPU. The caller's loop is never blocked. At most the checksums of what comes are taken by a second one.
 - Orders are obeyed in the order of their numbers; one that comes late is ignored.
 - Each failure is reported once, and what has been received stays as long as the order for its version stands.
 """
@@ -17,13 +17,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from laminar.errors import UserError
 from laminar.protocol.messages import Carry, CarryFailed, CarryProgress, HopFailed, HopOrder, WeightsStored
+from laminar.weights.checksum import checksum
 from laminar.weights.layout import WeightLayout
 from laminar.weights.store import WeightStore
 from laminar.workers.relay.hop_opener import HopOpener, World
+from laminar.workers.relay.receiver import taken_at_once
 from laminar.workers.relay.tcp_door import TcpDoor
 from laminar.workers.relay.transfer import Side, Transfer
 
@@ -51,6 +53,7 @@ class Carrier:
         keep_bytes: int | None = None,
         world_factory: Callable[[], World] | None = None,
         door: TcpDoor | None = None,
+        own_core: bool = False,
         report: Callable[[Event], None],
     ) -> None:
         """Start the thread.
@@ -62,6 +65,7 @@ class Carrier:
             keep_bytes: bytes that they may have together; None for no bound.
             world_factory: joins the mpirun world, called in the thread; None outside of one.
             door: where upstream neighbours dial in; None where there never is one (the trainer).
+            own_core: the thread shares its core with no other relay: a second one takes the checksums of what comes.
             report: called in the thread, must not block.
         """
         self.world: Future[World | None] = Future()  # as soon as it is joined, or why it was not
@@ -75,6 +79,7 @@ class Carrier:
         self._received_layout: WeightLayout | None = None  # of the last version that came over a hop
         # The rest belongs to the thread.
         self._ways = HopOpener(hop_key, door)
+        self._checker = ThreadPoolExecutor(1, thread_name_prefix="checksums") if own_core else None
         self._newest_order = -1
         self._transfer: Transfer | None = None
         self._order: Carry | None = None  # for the transfer
@@ -122,6 +127,9 @@ class Carrier:
             self.ended.set_exception(error)
         else:
             self.ended.set_result(None)
+        finally:
+            if self._checker is not None:
+                self._checker.shutdown(wait=False)
 
     def _serve(self) -> None:
         idle_since: float | None = None  # time.monotonic()
@@ -182,8 +190,12 @@ class Carrier:
             self._give_up()
             self._began = now
         if self._transfer is None:
+            checker = self._checker
             self._transfer = Transfer(
-                store=self._store, policy_version=order.policy_version, chunk_bytes=order.chunk_bytes
+                store=self._store,
+                policy_version=order.policy_version,
+                chunk_bytes=order.chunk_bytes,
+                take_checksum=taken_at_once if checker is None else lambda data: checker.submit(checksum, data),
             )
             self._carried = order.policy_version
             self._told_stored = self._told_stored and self._transfer.stored  # it may have gone since

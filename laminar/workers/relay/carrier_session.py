@@ -33,6 +33,7 @@ class CarrierSession:
         *,
         world_factory: Callable[[], World] | None = None,
         door: TcpDoor | None = None,
+        own_core: bool = False,
         make_room: Callable[[], object] | None = None,
     ) -> None:
         """`make_room`: called in a thread when a broadcast is over; the carrier's own if not given."""
@@ -52,6 +53,7 @@ class CarrierSession:
             keep_bytes=None if config.keep_mib is None else config.keep_mib << 20,
             world_factory=world_factory,
             door=door,
+            own_core=own_core,
             report=report,
         )
 

@@ -27,6 +27,7 @@ from laminar.workers.relay.tcp_door import TcpDoor
 from laminar.workers.worker import WorkerSession, run_worker
 
 RANK_VARIABLE = "OMPI_COMM_WORLD_RANK"
+LOCAL_SIZE_VARIABLE = "OMPI_COMM_WORLD_LOCAL_SIZE"
 JOIN_LIMIT_S = 60.0  # mpirun starts a world in 2 to 3 s, now and then in 12
 
 log = logging.getLogger("laminar.relay")
@@ -42,7 +43,9 @@ async def serve(session: WorkerSession, *, connect: Path, mpirun: int | None) ->
     host = own_address(connect)
     door = TcpDoor(host, session.welcome.hop_key)
     with_mpi = mpirun is not None and config.transport == "auto"
-    carrying = CarrierSession(session, store, world_factory=_join_world if with_mpi else None, door=door)
+    carrying = CarrierSession(
+        session, store, world_factory=_join_world if with_mpi else None, door=door, own_core=_has_own_core()
+    )
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(carrying.report_forever(), name="reports")]
@@ -71,6 +74,11 @@ async def serve(session: WorkerSession, *, connect: Path, mpirun: int | None) ->
         raise failures.exceptions[0] from failures  # the others follow from it
     finally:
         carrying.carrier.close()
+
+
+def _has_own_core() -> bool:
+    """Whether there are as many cores as relays that mpirun has started on this host."""
+    return len(os.sched_getaffinity(0)) >= int(os.environ.get(LOCAL_SIZE_VARIABLE, 1))
 
 
 def _join_world() -> World:

@@ -212,14 +212,12 @@ class MpiHop:
         while len(self._heads) < FRAMES_AHEAD:
             memory = np.empty(HEAD_BYTES, np.uint8)
             self._heads.append((memory, self._world.comm.Irecv(memory, self._rank, self._tag)))
-        progressed = False
-        while self._heads and len(self._arriving) + len(self._arrived) < FRAMES_AHEAD and self._heads[0][1].Test():
+        # One at a time: on one host its payload is copied here, and is best looked at while the caches still hold it.
+        if self._heads and len(self._arriving) + len(self._arrived) < FRAMES_AHEAD and self._heads[0][1].Test():
             memory, _ = self._heads.popleft()
             self._head_arrived(memory.tobytes())
-            progressed = True
-            if self._ending is not None and not closed:
-                break
-        return progressed
+            return True
+        return False
 
     def _head_arrived(self, data: bytes) -> None:
         if data == _FAREWELL:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
+from laminar.errors import UserError
 from laminar.weights.checksum import checksum
 from laminar.weights.delta import apply_chunk
 from laminar.workers.relay.carried_version import CarriedVersion, Delta
@@ -22,6 +24,8 @@ from laminar.workers.relay.hop import FULL, Bytes, FrameHead, FrameKind, Hop, Ho
 from laminar.workers.relay.want import Want
 
 OpenHop = Callable[[Place], Hop]
+TakeChecksum = Callable[[Bytes], "Future[int]"]
+"""Takes a chunk's checksum, at once or while the caller goes on; the bytes do not change meanwhile."""
 
 MAX_DAMAGED = 3  # times that one chunk may come damaged on one hop
 MAX_LAYOUT_BYTES = 1 << 28
@@ -59,20 +63,49 @@ class Reception:
             self.gaps += 1
 
 
+def taken_at_once(data: Bytes) -> Future[int]:
+    """The checksum, in the thread that asks."""
+    taken: Future[int] = Future()
+    taken.set_result(checksum(data))
+    return taken
+
+
 class Receiver:
     """Receives one version from one upstream neighbour."""
 
-    def __init__(self, version: CarriedVersion, open_hop: OpenHop, reception: Reception, *, delta: bool) -> None:
-        """Open the hop; nothing is asked before the first `advance`. `delta`: deltas are welcome. Raises HopError."""
+    def __init__(
+        self,
+        version: CarriedVersion,
+        open_hop: OpenHop,
+        reception: Reception,
+        take_checksum: TakeChecksum,
+        *,
+        delta: bool,
+    ) -> None:
+        """Open the hop; nothing is asked before the first `advance`.
+
+        Args:
+            version: what is received.
+            open_hop: opens the hop.
+            reception: told how it goes.
+            take_checksum: for chunks that came into the version's own memory.
+            delta: deltas are welcome.
+
+        Raises:
+            HopError: the hop cannot be opened.
+        """
         self.finished = False  # the neighbour knows that all is here
         self.keep_deltas = False  # somebody waits for them to be forwarded
         self._version = version
         self._reception = reception
+        self._take_checksum = take_checksum
         self._delta = delta
         self._asked: deque[float] = deque()  # when, for each WANT that is not answered
-        self._arriving: set[int] = set()  # chunks whose own memory a frame is arriving in
+        self._arriving: set[int] = set()  # chunks whose own memory a frame is arriving in, until it is checked
+        self._checking: deque[tuple[FrameHead, Future[int]]] = deque()  # have arrived
         self._damaged: Counter[int] = Counter()
         self._begun = False
+        self._no_memory: UserError | None = None  # for a chunk that was about to arrive
         self._said_done = False
         self._last_chunk: float | None = None
         self._hop = open_hop(self._place)
@@ -87,15 +120,21 @@ class Receiver:
 
         Raises:
             HopError: the neighbour is lost.
-            UserError, ValueError, OSError: this relay cannot store the version (`CarriedVersion.learn_layout`).
+            UserError, ValueError, OSError: this relay cannot store the version (`CarriedVersion`).
         """
-        if self.finished:
-            return False
+        try:
+            return not self.finished and self._advance(now)
+        except HopError:
+            if self._no_memory is not None:
+                raise self._no_memory from None
+            raise
+
+    def _advance(self, now: float) -> bool:
         if not self._begun:
             self._begun = True
             if not self._version.stored:
                 self._ask_for_the_rest(now)
-        progressed = False if self._said_done else self._take_frames(now)
+        progressed = False if self._said_done else self._take_frames(now) | self._take_checked(now)
         version = self._version
         if version.layout is not None and not version.table.missing and not version.stored:
             for index in version.commit():
@@ -113,6 +152,7 @@ class Receiver:
         for index in self._arriving:
             self._version.suspect(index)
         self._arriving.clear()
+        self._checking.clear()
 
     def _say_done(self) -> bool:
         """Bring the DONE on its way; a neighbour that does not wait for it is no loss."""
@@ -166,8 +206,13 @@ class Receiver:
             raise HopError(f"{self.peer} sends {head.nbytes} bytes for chunk {head.index}, expected {stop - start}")
         if head.base != FULL or table.checked[head.index] or head.index in self._arriving or version.stored:
             return np.empty(head.nbytes, np.uint8)
+        try:
+            memory = version.reserved((start, stop))
+        except UserError as error:
+            self._no_memory = error
+            raise HopError(f"no memory for what {self.peer} sends") from error
         self._arriving.add(head.index)
-        return version.memory((start, stop))
+        return memory
 
     def _take_layout(self, head: FrameHead, payload: Bytes, now: float) -> None:
         if self._version.layout is not None:
@@ -185,20 +230,21 @@ class Receiver:
         index, table = head.index, self._version.table
         if index >= len(table.spans):
             raise HopError(f"{self.peer} sends chunk {index} of a version with {len(table.spans)} chunks")
-        chunk = self._version.memory(table.spans[index])
-        in_place = np.may_share_memory(payload, chunk)
-        if in_place:
-            self._arriving.discard(index)
-        if table.checked[index] or (index in self._arriving and not in_place):
+        if table.checked[index]:
             return  # once is enough
+        chunk = self._version.reserved(table.spans[index])
+        in_place = np.may_share_memory(payload, chunk)
+        if index in self._arriving and not in_place:
+            return
         if self._last_chunk is not None:
             self._reception.flowed(now - self._last_chunk, len(chunk))
         self._last_chunk = now
-        if checksum(payload) != head.checksum:
+        if in_place:
+            self._checking.append((head, self._take_checksum(payload)))
+        elif checksum(payload) != head.checksum:
             self._ask_again(index, now, full=False)
         elif head.base == FULL:
-            if not in_place:
-                chunk[:] = payload
+            chunk[:] = payload
             self._version.check(index, head.checksum)
         elif self._apply(head, payload, chunk):
             self._version.check(index, head.result_checksum)
@@ -206,6 +252,19 @@ class Receiver:
                 self._version.keep_delta(index, Delta(base=head.base, payload=payload, checksum=head.checksum))
         else:
             self._ask_again(index, now, full=True)
+
+    def _take_checked(self, now: float) -> bool:
+        """Chunks whose checksum is known by now; false if there were none."""
+        progressed = False
+        while self._checking and self._checking[0][1].done():
+            head, found = self._checking.popleft()
+            self._arriving.discard(head.index)
+            if found.result() == head.checksum:
+                self._version.check(head.index, head.checksum)
+            else:
+                self._ask_again(head.index, now, full=False)
+            progressed = True
+        return progressed
 
     def _apply(self, head: FrameHead, payload: Bytes, chunk: Bytes) -> bool:
         """Whether the delta made the chunk that it should."""

@@ -15,7 +15,7 @@ from typing import Literal
 from laminar.weights.store import WeightStore
 from laminar.workers.relay.carried_version import CarriedVersion
 from laminar.workers.relay.hop import HopError
-from laminar.workers.relay.receiver import OpenHop, Receiver, Reception
+from laminar.workers.relay.receiver import OpenHop, Receiver, Reception, TakeChecksum, taken_at_once
 from laminar.workers.relay.sender import Sender
 
 Side = Literal["upstream", "downstream"]
@@ -24,13 +24,21 @@ Side = Literal["upstream", "downstream"]
 class Transfer:
     """This relay's part in carrying one version."""
 
-    def __init__(self, *, store: WeightStore, policy_version: int, chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        *,
+        store: WeightStore,
+        policy_version: int,
+        chunk_bytes: int,
+        take_checksum: TakeChecksum = taken_at_once,
+    ) -> None:
         """Prepare; without neighbours nothing happens.
 
         Args:
             store: where the version is (head of the chain) or will be (all others).
             policy_version: what is carried.
             chunk_bytes: size of the chunks that this relay asks for.
+            take_checksum: for the chunks that come.
 
         Raises:
             ValueError: the chunk size is not between 1 byte and 1 GiB, or the store's file is damaged.
@@ -38,6 +46,7 @@ class Transfer:
         self.version = CarriedVersion(store, policy_version, chunk_bytes)
         self.reception = Reception()
         self.lost: list[tuple[Side, HopError]] = []  # neighbours lost since the owner emptied this
+        self._take_checksum = take_checksum
         self._receiver: Receiver | None = None
         self._sender: Sender | None = None
         self._sent = 0  # to the last downstream neighbour
@@ -85,7 +94,7 @@ class Transfer:
             self._receiver = None
         if open_hop is not None:
             try:
-                self._receiver = Receiver(self.version, open_hop, self.reception, delta=delta)
+                self._receiver = Receiver(self.version, open_hop, self.reception, self._take_checksum, delta=delta)
             except HopError as error:
                 self.lost.append(("upstream", error))
 

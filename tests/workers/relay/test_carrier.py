@@ -272,7 +272,7 @@ def test_who_has_no_memory_says_so(tier, monkeypatch):
     head, tail = tier.add(), tier.add()
     head.publish(1)
 
-    def begin(policy_version, layout):
+    def begin(policy_version, layout, reserve):
         raise UserError("shared memory too small")
 
     monkeypatch.setattr(tail.store, "begin", begin)

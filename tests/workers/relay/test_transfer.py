@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import Future
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +13,7 @@ from laminar.errors import UserError
 from laminar.weights.checksum import checksum
 from laminar.weights.layout import WeightLayout
 from laminar.weights.store import WeightStore
+from laminar.weights.version_file import VersionWriter
 from laminar.workers.relay.hop import FULL, FrameHead, FrameKind, HopError
 from laminar.workers.relay.receiver import MAX_DAMAGED
 from laminar.workers.relay.sender import WINDOW
@@ -399,12 +401,59 @@ def test_a_neighbour_with_another_layout_of_the_version_is_refused(shared_memory
 def test_a_relay_without_memory_says_so_and_leaves_nothing(shared_memory, monkeypatch):
     relays, _ = chain(shared_memory, [5], [])
 
-    def begin(policy_version, layout):
+    def begin(policy_version, layout, reserve):
         raise UserError("shared memory too small")
 
     monkeypatch.setattr(relays[1].store, "begin", begin)
     with pytest.raises(UserError, match="too small"):
         drive(relays)
+
+
+def test_memory_that_ends_on_the_way_is_said_and_leaves_nothing(shared_memory, monkeypatch):
+    """It is reserved as chunks come: somebody else may have taken it meanwhile."""
+    relays, _ = chain(shared_memory, [5], [])
+    asked = []
+
+    def reserve(writer, stop):
+        asked.append(stop)
+        if stop > 4 * CHUNK_BYTES:
+            raise UserError("shared memory too small")
+
+    monkeypatch.setattr(VersionWriter, "reserve", reserve)
+    with pytest.raises(UserError, match="too small"):
+        drive(relays)
+    assert asked[0] == CHUNK_BYTES
+    relays[1].transfer.close()
+    assert list(relays[1].store.directory.iterdir()) == []
+
+
+def test_a_chunk_counts_when_its_checksum_is_known(shared_memory):
+    """Taken by another thread, it comes later; the chunk is passed on then, and a damaged one is asked for again."""
+    relays, ends = chain(shared_memory, [5], [], [])
+    asked = []
+
+    def take_checksum(data):
+        asked.append((data, Future()))
+        return asked[-1][1]
+
+    relays[1].transfer = Transfer(
+        store=relays[1].store, policy_version=5, chunk_bytes=CHUNK_BYTES, take_checksum=take_checksum
+    )
+    ends = [link(a, b) for a, b in pairwise(relays)]
+    for now in range(30):
+        for relay in relays:
+            relay.transfer.advance(float(now))
+    assert len(asked) == CHUNKS and relays[1].transfer.received == 0 and chunk_heads(ends[1][0]) == []
+    for index, (data, taken) in enumerate(asked[:]):
+        taken.set_result(checksum(data) + (index == 3))
+    for now in range(30, 60):
+        for relay in relays:
+            relay.transfer.advance(float(now))
+    assert relays[1].transfer.received == CHUNKS - 1 and len(asked) == CHUNKS + 1
+    asked[-1][1].set_result(checksum(asked[-1][0]))
+    drive(relays)
+    assert relays[1].transfer.reception.damaged == 1
+    assert [head.index for head in chunk_heads(ends[0][0])] == [*range(CHUNKS), 3]
 
 
 def test_what_is_given_up_leaves_nothing(shared_memory):
