@@ -75,7 +75,8 @@ class ChaosRun:
                 return
             self._process.send_signal(number)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), END_S)
+                async with asyncio.timeout(END_S):
+                    await self._process.wait()
 
     @property
     def _output(self) -> Path:

@@ -56,7 +56,8 @@ class RelayTierOnHosts(RelayTier):
 
         self.registry.handle(CarryProgress, look)
         try:
-            await asyncio.wait_for(reached.wait(), PROGRESS_LIMIT_S)
+            async with asyncio.timeout(PROGRESS_LIMIT_S):
+                await reached.wait()
         finally:
             self.registry.handle(CarryProgress, self.manager._on_progress)
 

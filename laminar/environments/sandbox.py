@@ -169,7 +169,8 @@ async def _end(warden: asyncio.subprocess.Process, door: socket.socket) -> None:
 
 async def _ended(warden: asyncio.subprocess.Process) -> None:
     try:
-        await asyncio.wait_for(warden.wait(), STOP_LIMIT_S)
+        async with asyncio.timeout(STOP_LIMIT_S):
+            await warden.wait()
     except TimeoutError:
         warden.kill()
         await warden.wait()

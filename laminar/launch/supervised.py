@@ -59,7 +59,8 @@ class SupervisedProcesses:
             self._starting = asyncio.get_running_loop().create_future()
             self._commands[command.name] = command
             self._ask({"do": "start", "command": asdict(command)})
-            return await asyncio.wait_for(self._starting, START_LIMIT_S)
+            async with asyncio.timeout(START_LIMIT_S):
+                return await self._starting
 
     def owns(self, pid: int) -> bool:
         """Whether `on_exit` will tell of this process's end."""
@@ -78,7 +79,8 @@ class SupervisedProcesses:
         self._ask({"do": "stop", "limit_s": limit_s})
         hurrying = asyncio.create_task(self._hurry(hurry), name="hurry")
         try:
-            return await asyncio.wait_for(self._stopped, 4 * limit_s)
+            async with asyncio.timeout(4 * limit_s):
+                return await self._stopped
         finally:
             hurrying.cancel()
 

@@ -77,7 +77,8 @@ class WorkerSession:
             )
         )
         try:
-            answer = await asyncio.wait_for(channel.receive(), WELCOME_LIMIT_S)
+            async with asyncio.timeout(WELCOME_LIMIT_S):
+                answer = await channel.receive()
         except TimeoutError:
             raise ControllerGone(f"no answer from the controller within {WELCOME_LIMIT_S:.0f} s") from None
         if not isinstance(answer, Welcome):

@@ -154,7 +154,8 @@ class Environments:
         for environment in (self.training, self.held_out):
             if environment is not None and environment.episodes is not None:
                 with contextlib.suppress(TimeoutError):  # the user's code; the process ends all the same
-                    await asyncio.wait_for(environment.thread.run(environment.episodes.close()), CLOSE_LIMIT_S)
+                    async with asyncio.timeout(CLOSE_LIMIT_S):
+                        await environment.thread.run(environment.episodes.close())
 
 
 async def open_environments(

@@ -98,7 +98,8 @@ class RewardLanes:
         call = json.dumps({"place": place, "request": given}).encode() + b"\n"
         lane = self._idle.pop() if self._idle else await self._fork()
         try:
-            outcome = await asyncio.wait_for(lane.ask(call), limit_s)
+            async with asyncio.timeout(limit_s):
+                outcome = await lane.ask(call)
         except TimeoutError:
             await self._end(lane)
             raise Overtime from None

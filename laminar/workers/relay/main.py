@@ -94,7 +94,8 @@ async def _joined(carrier: Carrier) -> World | None:
         UserError: there is no MPI library, or not all relays came within JOIN_LIMIT_S.
     """
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(carrier.world), JOIN_LIMIT_S)
+        async with asyncio.timeout(JOIN_LIMIT_S):
+            return await asyncio.wrap_future(carrier.world)
     except TimeoutError:
         raise UserError(
             f"the MPI world is not complete after {JOIN_LIMIT_S:.0f} s: a relay did not start; see the other relays' logs"
