@@ -235,6 +235,7 @@ def main() -> None:
     parser.add_argument("--pull", action="store_true", help="loading a version into both engines")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     options = parser.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # its warnings are no part of the JSON
     run_id = f"benchmark-{os.getpid()}"
     run_memory.claim(run_id)
     try:

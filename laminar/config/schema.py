@@ -220,7 +220,7 @@ class RepackConfig(Section):
     """`auto`: never less, nor before there are steps to fit. No more than `rollout.max_running` in any case."""
     batch_bound_ceiling: Annotated[int, Field(ge=1)] | None = None
     """`auto`: never more. null is `rollout.max_running`."""
-    slowdown: Annotated[float, Field(gt=1)] = 1.2
+    slowdown: Annotated[float, Field(gt=1)] = 2.0
     """`auto`: B is the largest batch whose decode step takes at most so many times that of a single trajectory. More frees more rollouts, and slows the stragglers that share one."""
 
 

@@ -189,7 +189,7 @@ class StudyRepack(Section):
     """As `repack.kv_ceiling` of an experiment."""
     batch_bound: Annotated[int | None, Field(ge=2)] = None
     """As `repack.batch_bound` of an experiment, but never more than a rollout holds at once. null: `auto`, fitted from the decode steps that the modelled rollouts report."""
-    slowdown: Annotated[float, Field(gt=1)] = 1.2
+    slowdown: Annotated[float, Field(gt=1)] = 2.0
     """As `repack.slowdown` of an experiment."""
 
 

@@ -47,8 +47,8 @@ EXPLANATIONS = {
     ),
     "repack_throughput": (
         "Where rollouts and trainer are balanced the trainer bounds both runs, and where it waits for the longest trajectories of all "
-        "(7B on 256 GPUs and more) nothing is moved. In between, few rollouts are below B at the same time: contexts of 10K tokens "
-        "slow each other at some ten trajectories already. The paper moves more, and reports no cost in latency"
+        "(7B on 256 GPUs and more) little is moved. In between the gain depends on how many trajectories may share a rollout, "
+        "repack.slowdown: contexts of 10K tokens slow each other at some ten already. The paper reports no cost in latency"
     ),
     "repack_kv_off": (
         "A batch of 8192 trajectories of 2,600 tokens on average is 21M tokens of KV cache if all ran at once at full length; the rollouts "
