@@ -23,6 +23,8 @@ from laminar.weights.store import WeightStore
 from laminar.weights.tensors import layout_of, write_tensors
 from laminar.workers.rollout.engine import EngineSettings, GenerationRequest
 from laminar.workers.rollout.engines import choose_engine
+from laminar.workers.rollout.kv_courier import KvCourier
+from laminar.workers.rollout.kv_folder import KvFolder
 from laminar.workers.rollout.main import RolloutWorker
 from laminar.workers.rollout.stop_texts import StopTexts
 from laminar.workers.rollout.vllm_engine import BLOCK_TOKENS
@@ -447,8 +449,8 @@ async def test_seeded_requests_repeat(rig):
         assert sampled[0][0].tokens != sampled[0][1].tokens
 
 
-async def moved(rig, prompt, kv, *, cut, length=200, **changes):
-    """Generate `cut` tokens at the first replica, move them with their KV, and go on at the second."""
+async def moved(rig, prompt, kv, *, cut, length=200, bring=None, **changes):
+    """Generate `cut` tokens at the first replica, move them with their KV, and go on at the second; `bring` takes it to another host."""
     source, target = rig.replicas
     request = make_request(prompt, max_new_tokens=length, **changes)
     first, exported = Result([], [], "", set()), None
@@ -459,6 +461,7 @@ async def moved(rig, prompt, kv, *, cut, length=200, **changes):
         if len(first.tokens) >= cut and delta.finish_reason is None:
             await source.abort(request.request_id, kv)
     left = length - len(first.tokens)
+    kv = await bring(exported) if bring else kv
     second, imported = Result([], [], "", set()), []
     request = make_request(prompt, token_ids=first.tokens, max_new_tokens=left, kv=kv, **changes)
     async for delta in target.generate(request):
@@ -480,6 +483,26 @@ async def test_kv_moves_and_greedy_goes_on_the_same(rig, tmp_path):
         assert imported[0].tokens >= len(prompt) + cut - 1 and imported[0].nbytes == exported.nbytes
     load = rig.replicas[1].load()
     assert load.kv_move_s_per_token > 0
+
+
+async def test_kv_moves_to_another_host_and_greedy_goes_on_the_same(rig, tmp_path):
+    folders = []
+    for host in ("one", "other"):  # each with its own shared memory
+        (tmp_path / host).mkdir()
+        folders.append(KvFolder("r", tmp_path / host))
+    source, target = (KvCourier(f"rollout-{k}", folder, "127.0.0.1", b"k" * 32) for k, folder in enumerate(folders))
+
+    async def bring(exported):
+        path, error = await target.bring(source.exported("7.1", 1, 1, exported), 2)
+        assert not error and path.parent == folders[1].directory
+        return path
+
+    export = source.export_path("7.1", 1)
+    result, _, imported = await moved(rig, PROMPTS[2], export, cut=20, bring=bring)
+    assert_greedy(rig.models["a"], PROMPTS[2], result, 200)
+    assert [one.error for one in imported] == [""] and imported[0].tokens >= len(PROMPTS[2]) + 19
+    await source.close()
+    await target.close()
 
 
 async def test_many_move_at_once(rig, tmp_path):
