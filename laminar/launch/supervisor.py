@@ -23,6 +23,7 @@ from typing import Any
 from laminar.config.schema import ExperimentConfig
 from laminar.launch.commands import Command, mpi_directory
 from laminar.launch.local import LocalLauncher, processes_of_run
+from laminar.launch.supervised import DAMAGED_CHECKPOINT
 from laminar.protocol.connection import CONNECTION_FILE
 from laminar.weights import run_memory
 
@@ -45,7 +46,7 @@ class Supervisor:
         self._stopping = False  # the person has asked for it
 
     async def run(self) -> int:
-        """Exit status of the run."""
+        """Exit status of the run; or DAMAGED_CHECKPOINT: it may go on from an older one."""
         left = run_memory.remove_leftovers(but=self._run_id)
         for name in left:
             _say(f"removed {name} from shared memory: left by a run that died")
@@ -58,7 +59,7 @@ class Supervisor:
             while True:
                 status = await self._one_controller()
                 if status >= 0:
-                    return status
+                    return 2 if status == DAMAGED_CHECKPOINT and self._stopping else status
                 name = signal.Signals(-status).name
                 if self._stopping or not self._restarts_left:
                     why = "as asked" if self._stopping else "controller.restarts is used up"
