@@ -10,6 +10,10 @@ class UserError(Exception):
     """
 
 
+class DamagedCheckpoint(UserError):
+    """A checkpoint's files are not those that were written: an older one may be sound."""
+
+
 class RunFailed(Exception):
     """A run that had started cannot go on (a worker died, a reward was NaN, ...); exit status 1."""
 

@@ -122,6 +122,7 @@ class Trajectory:
     finish_reason: str | None = None
     reward: float | None = None
     reward_parts: dict[str, float] | None = None  # before weighting, by name
+    reward_error: str | None = None  # why there is no valid one, where that counts as a reward of 0
     error: str | None = None
     started_at: float | None = None  # seconds on the controller's clock
     finished_at: float | None = None

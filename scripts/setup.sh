@@ -4,7 +4,8 @@
 #   bash scripts/setup.sh          what a run needs
 #   bash scripts/setup.sh --dev    and what the tests need
 #
-# LAMINAR_PYTHON       interpreter to use (3.11 or 3.12); default: the first that is found
+# LAMINAR_PYTHON       interpreter to use (3.11 or 3.12); default: the first that is found, if possible one
+#                      that was built with optimizations
 # LAMINAR_DEVICE       cpu or gpu; default: gpu where nvidia-smi works
 # LAMINAR_TORCH_INDEX  URL of an index with torch's CPU build, if pip's own has only the (much larger) CUDA build
 set -euo pipefail
@@ -14,7 +15,7 @@ mode=run
 case "${1:-}" in
     "") ;;
     --dev) mode=dev ;;
-    *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    *) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
 log=.venv/install.log
 SECONDS=0
@@ -52,15 +53,26 @@ has_compiler() {
 
 usable() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; }
 
+# Built with profile-guided optimization (those of distributions are, and do not say so), and complete: makes environments, has headers.
+optimized() {
+    "$1" -c 'import ensurepip, os, sys, sysconfig, venv
+built = "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or "") or sys.base_prefix == "/usr"
+sys.exit(not (built and os.path.exists(sysconfig.get_path("include") + "/Python.h")))' 2>/dev/null
+}
+
+# The first in PATH that is optimized, for the others make controller and simulator slower; else the first.
 find_python() {
-    local candidate
-    for candidate in ${LAMINAR_PYTHON:-python3.11 python3.12 python3}; do
-        if usable "$candidate"; then
-            command -v "$candidate"
-            return
+    local candidate first="" names=(${LAMINAR_PYTHON:-python3.11 python3.12 python3})
+    while read -r candidate; do
+        usable "$candidate" || continue
+        first=${first:-$candidate}
+        if optimized "$candidate"; then
+            first=$candidate
+            break
         fi
-    done
-    fail "found no python 3.11 or 3.12 (tried: ${LAMINAR_PYTHON:-python3.11 python3.12 python3}); install one, or name it in LAMINAR_PYTHON"
+    done < <(type -aP "${names[@]}")
+    [ -n "$first" ] || fail "found no python 3.11 or 3.12 (tried: ${names[*]}); install one, or name it in LAMINAR_PYTHON"
+    printf '%s\n' "$first"
 }
 
 device=${LAMINAR_DEVICE:-}
@@ -87,7 +99,7 @@ if ! { usable .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         debian_packages "python $version cannot make environments" "python$version-venv"
-    say "making .venv with $python ($version)"
+    say "making .venv with $python ($version$(optimized "$python" || echo ", built without optimizations or not complete"))"
     "$python" -m venv --clear .venv
 fi
 : >"$log"

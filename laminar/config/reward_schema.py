@@ -68,8 +68,8 @@ class RewardConfig(RewardTerms):
     """Longest time that one attempt at a reward may take, in seconds."""
     retries: Annotated[int, Field(ge=0, le=100)] = 0
     """Further attempts at a reward that raised, took too long, lost its process or returned no finite number."""
-    on_invalid: Literal["fail", "drop"] = "drop"
-    """A trajectory without a valid reward after all attempts: drop its group, count it and name it in a warning (8 such groups in a row, with no reward between, stop the run), or stop the run with the trajectory's id at once."""
+    on_invalid: Literal["fail", "drop", "zero"] = "drop"
+    """A trajectory without a valid reward after all attempts: drop its group, count it and name it in a warning; `zero` trains it with a reward of 0 instead (8 groups in a row without any valid reward stop the run, either way); `fail` stops the run with the trajectory's id at once."""
 
     def limit_s(self, part: RewardPart) -> float:
         """Longest time of one attempt at a part, in seconds."""

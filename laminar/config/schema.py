@@ -240,7 +240,7 @@ class ControllerConfig(Section):
     reattach_s: Annotated[float, Field(gt=0)] = 15.0
     """How long that other controller waits for a worker to come back to it before it starts the worker anew, in seconds."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """How often `laminar train` starts the controller again, from its journal, when its process was killed."""
+    """How often within an hour `laminar train` starts the controller again, from its journal, when its process was killed."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest wait for all workers to be ready, in seconds."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 1800.0

@@ -12,6 +12,7 @@ from pathlib import Path
 from laminar.controller.journal.restore import Checkpoint
 from laminar.controller.trainer_orders import TrainerOrders
 from laminar.controller.worker_registry import WorkerRegistry
+from laminar.errors import DamagedCheckpoint
 from laminar.observability.events import CheckpointFinished, EventBus, Notice
 from laminar.protocol import messages
 
@@ -80,16 +81,19 @@ class Checkpoints:
         """Have all ranks go back to it.
 
         Raises:
+            DamagedCheckpoint: its files are not those that were written.
             RunFailed: a rank did not answer within the limit.
             WorkerLost: a rank is gone.
         """
         order = await orders.load(checkpoint.step)
         message = messages.LoadCheckpoint(order=order.number, step=checkpoint.step, path=checkpoint.path)
-        await self._registry.ask_all(
+        answers = await self._registry.ask_all(
             ranks,
             message,
             messages.CheckpointLoaded,
             self._limit_s,
             lambda loaded: loaded.step == checkpoint.step,
         )
+        if damage := next((answer.damage for answer in answers if answer.damage), ""):
+            raise DamagedCheckpoint(damage)
         orders.answered(order)

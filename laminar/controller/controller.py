@@ -67,7 +67,7 @@ from laminar.trajectory import Group, Trajectory, TrajectoryState
 
 LEASES_PER_LIFE = 1 << 32  # of one controller: the next one's are higher
 HISTORY = 1_000  # trajectories that the REPL can still show after they have left
-INVALID_GROUPS = 8  # dropped in a row for want of a reward: it is not the samples that are at fault, but the reward
+INVALID_GROUPS = 8  # in a row without a valid reward: it is not the samples that are at fault, but the reward
 
 
 class Controller:
@@ -424,22 +424,41 @@ class Controller:
         if group is None:
             return
         if trajectory.error:
-            self._invalid_in_a_row += 1
             if self.config.reward.on_invalid == "fail":
                 raise RunFailed(
                     f"{trajectory.error}. Set reward.on_invalid: drop to leave such groups out and count them"
                 )
-            if self._invalid_in_a_row == INVALID_GROUPS:
-                raise RunFailed(
-                    f"{trajectory.error}. {INVALID_GROUPS} groups in a row had to be dropped, and no trajectory got a reward "
-                    "meanwhile"
-                )
+            self._count_invalid(trajectory.error)
             self.events.emit(Notice(level="warning", text=f"dropped group {group.group_id}: {trajectory.error}"))
             self.buffer.drop(group, trajectory.error)
             return
-        self._invalid_in_a_row = 0
+        if not trajectory.reward_error:
+            self._invalid_in_a_row = 0
         if all(member.state is TrajectoryState.SCORED for member in group.trajectories):
+            self._note_zeroes(group)
             self.buffer.complete(group, published_version=self.trainer.policy_version)
+
+    def _count_invalid(self, error: str) -> None:
+        """A group had no valid reward, or is dropped for want of one.
+
+        Raises:
+            RunFailed: so had as many before it, and no trajectory got one meanwhile.
+        """
+        self._invalid_in_a_row += 1
+        if self._invalid_in_a_row == INVALID_GROUPS:
+            raise RunFailed(
+                f"{error}. {INVALID_GROUPS} groups in a row had no valid reward, and no other trajectory got one meanwhile"
+            )
+
+    def _note_zeroes(self, group: Group) -> None:
+        """Of a complete group: which rewards are none, and count as 0. Raises RunFailed as `_count_invalid`."""
+        errors = [member.reward_error for member in group.trajectories if member.reward_error]
+        if not errors:
+            return
+        if len(errors) == len(group.trajectories):
+            self._count_invalid(errors[0])
+        text = f"{len(errors)} of {len(group.trajectories)} rewards of group {group.group_id} count as 0: {errors[0]}"
+        self.events.emit(Notice(level="warning", text=text))
 
     def _remember(self, trajectory: Trajectory) -> None:
         self.history[trajectory.trajectory_id] = trajectory

@@ -74,6 +74,7 @@ class EnvironmentManager:
         self._score_limit_s = score_limit_s(config)
         self._fetch_timeout_s = config.controller.start_timeout_s
         self._step_limit_s = config.environment.step_timeout_s + ANSWER_SLACK_S
+        self._invalid_is_zero = config.reward.on_invalid == "zero"
         self._slots = config.reward.calls_per_worker
         self._on_scored = on_scored
         self._restart = restart
@@ -342,19 +343,25 @@ class EnvironmentManager:
         self.pending_scores -= 1
         if trajectory.state is not TrajectoryState.FINISHED:
             return  # its group was dropped meanwhile
+        invalid: str | None = None
         if answer is None:
-            trajectory.error = f"no reward for trajectory {trajectory.trajectory_id}: {error} (reward.timeout_s)"
+            invalid = f"no reward for trajectory {trajectory.trajectory_id}: {error} (reward.timeout_s)"
         elif answer.error:
-            trajectory.error = answer.error
+            invalid = answer.error
         elif not math.isfinite(answer.reward):
-            trajectory.error = f"the reward of trajectory {trajectory.trajectory_id} is {answer.reward}"
+            invalid = f"the reward of trajectory {trajectory.trajectory_id} is {answer.reward}"
         else:
             trajectory.reward = answer.reward + trajectory.environment_reward
             trajectory.reward_parts = answer.parts
-        self.invalid_rewards += bool(trajectory.error) and trajectory.evaluation is None
-        trajectory.move_to(TrajectoryState.FAILED if trajectory.error else TrajectoryState.SCORED)
-        if answer is not None and not trajectory.error:
-            self._events.emit(TrajectoryScored(trajectory=trajectory, response_text=answer.response_text))
+        if invalid is not None and trajectory.evaluation is None:
+            self.invalid_rewards += 1
+            if self._invalid_is_zero:
+                trajectory.reward, trajectory.reward_error, invalid = trajectory.environment_reward, invalid, None
+        trajectory.error = invalid
+        trajectory.move_to(TrajectoryState.FAILED if invalid else TrajectoryState.SCORED)
+        if not invalid:
+            text = "" if answer is None else answer.response_text
+            self._events.emit(TrajectoryScored(trajectory=trajectory, response_text=text))
         self._on_scored(trajectory)
 
 

@@ -56,7 +56,7 @@ def trajectory(view: RunView, recent: RecentResults, trajectory_id: str) -> Answ
         "response_tokens": entry.num_tokens,
         "finish_reason": entry.finish_reason,
         "reward": entry.reward,
-        "error": entry.error,
+        "error": entry.error or entry.reward_error,
         "generation_s": _generation_s(view, entry),
         "step": entry.step,
     }

@@ -1,6 +1,6 @@
 """`python -m laminar.launch.controller_main RUN_DIR DESCRIPTOR`: the controller's process, as the supervisor starts it.
 
-Exit status as that of `laminar train`. Everything that it needs is in the run directory.
+Exit status as that of `laminar train`, and one more, DAMAGED_CHECKPOINT. Everything that it needs is in the run directory.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import uvloop
 
 from laminar.config.load import load_config
 from laminar.config.schema import ExperimentConfig
-from laminar.errors import RunFailed, UserError
+from laminar.errors import DamagedCheckpoint, RunFailed, UserError
 from laminar.launch import controller_process
 from laminar.launch.commands import expected_workers
 from laminar.launch.records import Records
 from laminar.launch.run import Interrupted, LocalRun
-from laminar.launch.supervised import SupervisedProcesses
+from laminar.launch.supervised import DAMAGED_CHECKPOINT, SupervisedProcesses
 from laminar.observability.events import EventBus
 from laminar.observability.run_directory import CONFIG, RunDirectory
 from laminar.observability.terminal import Terminal
@@ -37,6 +37,9 @@ def main() -> int:
             return _run(config, directory, descriptor)
         finally:
             directory.close()
+    except DamagedCheckpoint as error:
+        print(f"laminar: {error}", file=sys.stderr)
+        return DAMAGED_CHECKPOINT
     except UserError as error:
         print(f"laminar: {error}", file=sys.stderr)
         return 2

@@ -35,8 +35,8 @@ from laminar.observability.output_file import prepare, write
 from laminar.observability.run_directory import RunDirectory
 from laminar.observability.run_summary import exported_adapter, exported_model
 from laminar.weights import run_memory
+from laminar.weights.checkpoint_marker import MARKER
 
-CHECKPOINT_MARKER = "complete.json"  # as the trainer writes it
 KEY = "--checkpoint"
 USERS_FAULT = 2  # exit status
 
@@ -94,10 +94,10 @@ def find_model(checkpoint: Path) -> FoundModel:
         raise UserError(
             f"{KEY}: {checkpoint}: no such folder; expected a checkpoint of a run, or a Hugging Face model folder"
         )
-    model, adapter, marker = exported_model(checkpoint), exported_adapter(checkpoint), checkpoint / CHECKPOINT_MARKER
+    model, adapter, marker = exported_model(checkpoint), exported_adapter(checkpoint), checkpoint / MARKER
     found = adapter or model
     if found is None or (found != checkpoint and not marker.is_file()):
-        inside = sorted(complete.parent for complete in checkpoint.glob(f"**/{CHECKPOINT_MARKER}"))
+        inside = sorted(complete.parent for complete in checkpoint.glob(f"**/{MARKER}"))
         hint = f"; did you mean {inside[-1]}?" if inside else ""
         raise UserError(f"{KEY}: {checkpoint}: neither a complete checkpoint nor a Hugging Face model folder{hint}")
     step = 0 if found == checkpoint else _read(marker, "step", int)

@@ -1,4 +1,4 @@
-"""`laminar train --resume RUN_DIR`: every check that is made before a run is taken up, and from which checkpoint.
+"""`laminar train --resume RUN_DIR`: every check that is made before a run is taken up.
 
 Invariant: a run is resumed with the model, the data and the journal that it had, from a checkpoint of its own, or not at all.
 """
@@ -6,7 +6,6 @@ Invariant: a run is resumed with the model, the data and the journal that it had
 from __future__ import annotations
 
 import hashlib
-import json
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,12 +17,12 @@ from laminar.config.schema import ExperimentConfig
 from laminar.controller.journal.restore import read_meta
 from laminar.controller.journal.tables import JOURNAL, open_journal
 from laminar.errors import UserError
+from laminar.launch.checkpoint_choice import choose_checkpoint
 from laminar.launch.preflight import preflight
 from laminar.launch.records import note
 from laminar.observability.run_directory import CONFIG
 from laminar.protocol.connection import CONNECTION_FILE
 
-COMPLETE = "complete.json"  # as in laminar/workers/trainer/checkpoint.py
 READ_BYTES = 1 << 20
 PIECES, PIECE_BYTES = 64, 1 << 14  # of a file of weights
 
@@ -49,7 +48,7 @@ def take_up(run_dir: Path, overrides: Sequence[str]) -> tuple[ExperimentConfig, 
         if (run_dir / CONNECTION_FILE).exists():  # of a run that did not end by itself
             _check_workers_by_hand(config, [key for key, _, _ in changed], run_dir)
         _check_fingerprints(config, meta)
-        said = _choose_checkpoint(connection, meta["run_id"], run_dir)
+        said = choose_checkpoint(connection, meta, run_dir)
         note(connection, config=config.model_dump_json(), asked="[]")
     except (KeyError, ValueError, sqlite3.Error) as error:
         raise UserError(
@@ -90,44 +89,6 @@ def _check_fingerprints(config: ExperimentConfig, meta: dict[str, str]) -> None:
         raise UserError(
             f"data.source: {files} has changed since the run began, and prompts are told by their position in it. "
             "Put it back as it was, or start a new run"
-        )
-
-
-def _choose_checkpoint(connection: sqlite3.Connection, run_id: str, run_dir: Path) -> str:
-    """Leave the newest that is there, complete and of this run as the journal's newest; says which."""
-    rows = connection.execute("SELECT step, path, policy_version FROM checkpoints ORDER BY step DESC").fetchall()
-    missing = []
-    for step, name, version in rows:
-        folder = run_dir / "checkpoints" / Path(name).name  # where they are, too, when the run directory was moved
-        if not folder.is_dir():
-            missing.append(step)
-            continue
-        _check_checkpoint(folder, run_id, step, version)
-        connection.execute("UPDATE checkpoints SET path = ? WHERE step = ?", (str(folder), step))
-        connection.executemany("DELETE FROM checkpoints WHERE step = ?", [(gone,) for gone in missing])
-        skipped = f" (those of steps {missing} are gone)" if missing else ""
-        return f"from the checkpoint of step {step}{skipped}"
-    if missing:
-        raise UserError(
-            f"{run_dir / 'checkpoints'}: the checkpoints of steps {missing} are gone, and what their steps have trained cannot be "
-            "told from what is lost. Put one of them back, or start a new run"
-        )
-    return "from the beginning: it has no checkpoint yet"
-
-
-def _check_checkpoint(folder: Path, run_id: str, step: int, version: int) -> None:
-    remedy = "Put it back as it was, or delete the folder to resume from an older checkpoint"
-    try:
-        marker = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
-        found = (marker["state"]["run_id"], marker["step"], marker["policy_version"])
-    except FileNotFoundError:
-        raise UserError(f"{folder}: not a complete checkpoint, it has no {COMPLETE}. {remedy}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / COMPLETE}: damaged ({error}). {remedy}") from error
-    if found != (run_id, step, version):
-        raise UserError(
-            f"{folder}: a checkpoint of run {found[0]}, step {found[1]}, version {found[2]}; the journal knows one of run "
-            f"{run_id}, step {step}, version {version}. {remedy}"
         )
 
 

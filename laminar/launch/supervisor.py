@@ -17,12 +17,16 @@ import os
 import signal
 import socket
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from laminar.config.schema import ExperimentConfig
+from laminar.controller.fleet_health import FAILURE_WINDOW_S
 from laminar.launch.commands import Command, mpi_directory
 from laminar.launch.local import LocalLauncher, processes_of_run
+from laminar.launch.supervised import DAMAGED_CHECKPOINT
 from laminar.protocol.connection import CONNECTION_FILE
 from laminar.weights import run_memory
 
@@ -33,10 +37,15 @@ LOOK_S = 0.05  # between two looks at processes that have been killed
 class Supervisor:
     """Of one run; use `run` once."""
 
-    def __init__(self, config: ExperimentConfig, run_dir: Path, run_id: str) -> None:
+    def __init__(
+        self, config: ExperimentConfig, run_dir: Path, run_id: str, *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`now`: a clock, in seconds."""
+        self._now = now
         self._run_dir = run_dir
         self._run_id = run_id
-        self._restarts_left = config.controller.restarts
+        self._restarts = config.controller.restarts
+        self._killed: list[float] = []  # when controllers were, within FAILURE_WINDOW_S
         self._by_hand = "manual" in config.launch.model_dump().values()
         self._launcher: LocalLauncher
         self._controller: asyncio.subprocess.Process | None = None
@@ -45,7 +54,7 @@ class Supervisor:
         self._stopping = False  # the person has asked for it
 
     async def run(self) -> int:
-        """Exit status of the run."""
+        """Exit status of the run; or DAMAGED_CHECKPOINT: it may go on from an older one."""
         left = run_memory.remove_leftovers(but=self._run_id)
         for name in left:
             _say(f"removed {name} from shared memory: left by a run that died")
@@ -58,14 +67,15 @@ class Supervisor:
             while True:
                 status = await self._one_controller()
                 if status >= 0:
-                    return status
+                    return 2 if status == DAMAGED_CHECKPOINT and self._stopping else status
                 name = signal.Signals(-status).name
-                if self._stopping or not self._restarts_left:
-                    why = "as asked" if self._stopping else "controller.restarts is used up"
+                now = self._now()
+                self._killed = [when for when in self._killed if now - when < FAILURE_WINDOW_S] + [now]
+                if self._stopping or len(self._killed) > self._restarts:
+                    why = "as asked" if self._stopping else "controller.restarts, for an hour, is used up"
                     _say(f"warning: the controller was killed ({name}) and is not started again: {why}")
                     _say(f"laminar train --resume {self._run_dir} goes on with the run")
                     return 1
-                self._restarts_left -= 1
                 _say(f"warning: the controller was killed ({name}); starting it again, the workers go on meanwhile")
         finally:
             self._stopping = True

@@ -9,10 +9,12 @@ from pathlib import Path
 import uvloop
 
 from laminar.config.schema import ExperimentConfig
+from laminar.errors import UserError
 from laminar.launch.preflight import preflight
 from laminar.launch.records import create_records
 from laminar.launch.resume import fingerprints, take_up
 from laminar.launch.run_lock import LOCK, RunLock
+from laminar.launch.supervised import DAMAGED_CHECKPOINT
 from laminar.launch.supervisor import Supervisor
 from laminar.observability.run_directory import RunDirectory, check_is_one
 
@@ -57,8 +59,21 @@ def resume(run_dir: Path, overrides: Sequence[str]) -> int:
 
 
 def _supervise(config: ExperimentConfig, path: Path, run_id: str) -> int:
+    """Look after the run; where its newest checkpoint proves damaged under way, take it up again from an older one.
+
+    Raises:
+        UserError: none is sound.
+    """
+
     async def run() -> int:
         return await Supervisor(config, path, run_id).run()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(run())
+    for _ in range(config.trainer.keep_checkpoints):
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            status = runner.run(run())
+        if status != DAMAGED_CHECKPOINT:
+            return status
+        config, run_id = take_up(path, [])
+    raise UserError(
+        f"{path}: the trainer finds checkpoints damaged in which this process finds no damage; see logs/trainer-*.log, and whether both see the same files"
+    )

@@ -228,6 +228,7 @@ def _trajectory_line(trajectory: Trajectory, *, step: int | None = None, dropped
         "environment_s": round(trajectory.environment_s, 6),
         "reward": trajectory.reward,
         "reward_parts": trajectory.reward_parts,
+        "reward_error": trajectory.reward_error,  # why the reward is 0, under `reward.on_invalid: zero`
         "finish_reason": trajectory.finish_reason,
         "rollout": trajectory.rollout,
         "generation_s": None if started is None or finished is None else round(finished - started, 6),

@@ -1,6 +1,7 @@
 """The whole controller against workers that are not real (fake_workers.py), on channels in memory (`simulation/channels/`)."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from laminar.errors import RunFailed, UserError, WorkerLost
 from laminar.launch.commands import expected_workers
 from laminar.observability import events as event_types
 from laminar.observability.events import EventBus
+from laminar.observability.run_directory import RunDirectory
 from laminar.protocol import messages
 from laminar.simulation.channels.network import SimulatedNetwork
 from laminar.simulation.clock.virtual_time import run_in_virtual_time
@@ -22,7 +24,7 @@ class Run:
     def __init__(self, config, tmp_path, network=None, **kinds):
         self.network = network or SimulatedNetwork(through_codec=True)
         self.events = []
-        bus = EventBus()
+        self.bus = bus = EventBus()
         bus.subscribe(self.events.append)
         self.controller = Controller(
             config,
@@ -208,7 +210,26 @@ async def test_a_nan_reward_drops_its_group(tmp_path):
     assert run.of(event_types.MetricsReported)[-1].line["rewards_invalid"] == 1
 
 
-async def test_rewards_that_all_fail_stop_the_run(tmp_path):
+async def test_a_nan_reward_counts_as_0_if_asked_to(tmp_path):
+    config = fakes.experiment(reward__on_invalid="zero")
+    run = Run(config, tmp_path, environment=NanReward)
+    directory = RunDirectory.create(tmp_path / "run", config, overwrite=False)
+    directory.record(run.bus, lambda: 0.0)
+    await run.to_the_end()
+    directory.close()
+    assert run.of(event_types.GroupDropped) == []
+    lines = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines if line["reward"] != 1.0] == ["1.1"]
+    (line,) = (line for line in lines if line["reward_error"] is not None)
+    assert (line["id"], line["reward"], line["dropped"]) == ("1.1", 0.0, None)
+    assert line["reward_error"] == "the reward of trajectory 1.1 is nan"
+    assert run.of(event_types.MetricsReported)[-1].line["rewards_invalid"] == 1
+    warnings = [event.text for event in run.of(event_types.Notice) if event.level == "warning"]
+    assert warnings == ["1 of 2 rewards of group 1 count as 0: the reward of trajectory 1.1 is nan"]
+
+
+@pytest.mark.parametrize("on_invalid, dropped", [("drop", 7), ("zero", 0)])
+async def test_rewards_that_all_fail_stop_the_run(tmp_path, on_invalid, dropped):
     class Broken(fakes.FakeEnvironment):
         def score(self, message):
             error = f"trajectory {message.trajectory_id}: reward mine:reward raised KeyError: 'words'"
@@ -216,10 +237,11 @@ async def test_rewards_that_all_fail_stop_the_run(tmp_path):
                 trajectory_id=message.trajectory_id, reward=float("nan"), response_text="", error=error
             )
 
-    run = Run(fakes.experiment(trainer__steps=100), tmp_path, environment=Broken)
-    with pytest.raises(RunFailed, match="reward mine:reward raised KeyError.*8 groups in a row had to be dropped"):
+    config = fakes.experiment(trainer__steps=100, reward__on_invalid=on_invalid)
+    run = Run(config, tmp_path, environment=Broken)
+    with pytest.raises(RunFailed, match="reward mine:reward raised KeyError.*8 groups in a row had no valid reward"):
         await run.to_the_end()
-    assert len(run.of(event_types.GroupDropped)) == 7
+    assert len(run.of(event_types.GroupDropped)) == dropped
 
 
 async def test_the_parts_of_a_reward_are_in_the_metrics(tmp_path):
@@ -388,6 +410,16 @@ def test_a_reward_that_hangs_costs_its_group_and_its_worker_is_replaced(tmp_path
     assert "no reward for trajectory 1.1: waited 6 s for TrajectoryScored" in dropped[0].reason
     assert "reward.timeout_s" in dropped[0].reason
     assert [event.worker for event in run.of(event_types.WorkerReplaced)] == ["environment-0"]
+    assert len(run.of(event_types.StepFinished)) == 3
+
+
+def test_a_reward_that_hangs_counts_as_0_if_asked_to(tmp_path):
+    run = hanging_run(tmp_path, reward__on_invalid="zero")
+    assert run.of(event_types.GroupDropped) == []
+    trained = [t for event in run.of(event_types.StepFinished) for group in event.groups for t in group.trajectories]
+    (hung,) = (trajectory for trajectory in trained if trajectory.reward_error)
+    assert (hung.trajectory_id, hung.reward) == ("1.1", 0.0)
+    assert "no reward for trajectory 1.1: waited 6 s for TrajectoryScored" in hung.reward_error
     assert len(run.of(event_types.StepFinished)) == 3
 
 

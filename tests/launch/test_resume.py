@@ -14,14 +14,16 @@ from os import pidfd_open
 import pytest
 
 from laminar.cli import main
-from laminar.controller.journal.restore import restore
+from laminar.controller.journal.restore import read_meta, restore
 from laminar.controller.journal.tables import JOURNAL, open_journal
 from laminar.errors import UserError
+from laminar.launch import checkpoint_choice
 from laminar.launch.preflight import preflight
 from laminar.launch.records import create_records, note
 from laminar.launch.resume import PIECE_BYTES, PIECES, fingerprints, model_fingerprint, take_up
 from laminar.launch.run_lock import RunLock
 from laminar.observability.run_directory import RunDirectory
+from laminar.weights.checkpoint_marker import CheckpointMarker, sum_files, write_marker
 from tests.launch.live_run import LiveRun, nothing_left, write_config
 from tests.tiny_models import make_model
 
@@ -99,6 +101,31 @@ async def test_a_stopped_run_and_one_that_lost_its_supervisor_go_on(runs, tmp_pa
     assert accounts["problems"] == []
     assert accounts["steps"].keys() == {str(step) for step in range(1, stopped + 11)}
     assert accounts["positions"] == accounts["trained"] + accounts["evicted"] + accounts["in_flight"]
+
+
+async def test_a_trainer_whose_newest_checkpoint_is_damaged_goes_back_to_an_older_one(runs, tmp_path, model):
+    """Found when a lost rank's successors load it; the run is then taken up again from the one before."""
+    config, name = write_config(
+        tmp_path, model, trainer__steps=1000, trainer__checkpoint_every=4, trainer__keep_checkpoints=2
+    )
+    run = await LiveRun(config, tmp_path / "run", name).start()
+    runs.append(run)
+    await run.line(r"^ *9/")  # steps 4 and 8 are kept
+    await run.attach("pause")
+    newest = max((run.run_dir / "checkpoints").glob("step-*"))
+    step = int(newest.name[5:])
+    flip(max((newest / "trainer").glob("*.distcp"), key=lambda path: path.stat().st_size))
+    os.kill(run.process_of("trainer-0"), signal.SIGKILL)
+    await run.line(rf"laminar: {newest}/trainer/__0_0.distcp has another checksum")
+    await run.line(rf"going on from the checkpoint of step {step - 4} instead: \d+ steps are trained again")
+    await run.line(rf"the trainer goes on from step {step - 4}, and \d+ groups return")
+    await run.line(rf"^ *{step + 1}/")
+    run.process.send_signal(signal.SIGINT)
+    assert await run.end() == 0, run.output
+    nothing_left(run)
+    steps = int(re.search(r"ended after step (\d+) of", run.output)[1])
+    accounts = accounts_of(run)
+    assert (accounts["problems"], set(accounts["steps"])) == ([], {str(step) for step in range(1, steps + 1)})
 
 
 BY_HAND = {"relays": ("--index", "0"), "trainer": ("1",), "rollouts": ("1",), "environments": ("1",)}
@@ -197,22 +224,121 @@ def test_what_was_asked_of_the_run_before_is_over(run_dir):
     connection.close()
 
 
-def test_a_checkpoint_that_is_incomplete_damaged_or_foreign_is_refused(run_dir):
+def test_a_checkpoint_from_before_there_were_checksums_is_taken_with_a_note(run_dir, capsys):
+    take_up(run_dir, [])
+    assert "from the checkpoint of step 1; it is of an older laminar and has no checksums" in capsys.readouterr().out
+
+
+def test_where_no_older_checkpoint_is_sound_one_that_is_incomplete_damaged_or_foreign_is_refused(run_dir):
     marker = run_dir / "checkpoints" / "step-000001" / "complete.json"
     content = json.loads(marker.read_text())
     marker.write_text(json.dumps(content | {"state": {"run_id": "another"}}))
     with pytest.raises(UserError, match="a checkpoint of run another, step 1"):
         take_up(run_dir, [])
     marker.write_text("{")
-    with pytest.raises(
-        UserError, match="complete.json: damaged .* delete the folder to resume from an older checkpoint"
-    ):
+    with pytest.raises(UserError, match="complete.json is damaged: .* Put one of them back as it was, or start a new"):
         take_up(run_dir, [])
     marker.unlink()
-    with pytest.raises(UserError, match="not a complete checkpoint"):
+    with pytest.raises(UserError, match="not a complete checkpoint: it has no complete.json"):
         take_up(run_dir, [])
     marker.parent.rmdir()
     with pytest.raises(UserError, match=r"the checkpoints of steps \[1\] are gone"):
+        take_up(run_dir, [])
+
+
+@pytest.fixture
+def checkpoints(run_dir):
+    """Those of steps 2 and 4 of a run that has made 5 steps of one group each, with checksums; 1 is no longer kept."""
+    connection = open_journal(run_dir / JOURNAL)
+    run_id = read_meta(connection)["run_id"]
+    folder = run_dir / "checkpoints"
+    shutil.rmtree(folder / "step-000001")
+    for step in (2, 4):
+        checkpoint = folder / f"step-{step:06d}"
+        (checkpoint / "trainer").mkdir(parents=True)
+        (checkpoint / "trainer" / "__0_0.distcp").write_bytes(bytes([step]) * 1000)
+        files = sum_files(checkpoint, ["trainer/__0_0.distcp"])
+        state = json.dumps({"run_id": run_id})
+        write_marker(checkpoint, CheckpointMarker(step=step, policy_version=step, state=state, files=files))
+        connection.execute("INSERT INTO checkpoints VALUES (?, ?, ?)", (step, str(checkpoint), step))
+    for step in range(1, 6):
+        values = (step, step, 0, step, "trained", step, None, None, None)
+        connection.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        if step > 2:  # the others are in both checkpoints
+            connection.execute("INSERT INTO prompts VALUES (?, 's', 'text', ?, '', '')", (step, bytes(4)))
+    note(connection, step="5", issued="5", policy_version="5")
+    connection.close()
+    return folder
+
+
+def steps_known(run_dir):
+    connection = open_journal(run_dir / JOURNAL)
+    state = restore(connection)
+    known = [step for (step,) in connection.execute("SELECT step FROM checkpoints ORDER BY step")]
+    connection.close()
+    return known, state
+
+
+def flip(file):
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+
+HARM = {
+    "a flipped byte": (lambda folder: flip(folder / "trainer" / "__0_0.distcp"), "__0_0.distcp has another checksum"),
+    "a truncated file": (
+        lambda folder: (folder / "trainer" / "__0_0.distcp").write_bytes(bytes([4]) * 10),
+        "__0_0.distcp has 10 bytes, it was written with 1000",
+    ),
+    "a missing file": (lambda folder: (folder / "trainer" / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "a damaged marker": (lambda folder: flip(folder / "complete.json"), "complete.json is damaged"),
+    "no marker": (lambda folder: (folder / "complete.json").unlink(), "step-000004 is not a complete checkpoint"),
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_instead_of_a_damaged_checkpoint_the_next_older_one_is_taken(run_dir, checkpoints, harm, capsys):
+    harming, said = HARM[harm]
+    harming(checkpoints / "step-000004")
+    take_up(run_dir, [])
+    output = capsys.readouterr().out
+    assert f"warning: {checkpoints}/step-000004" in output and said in output
+    assert "going on from the checkpoint of step 2 instead: 3 steps are trained again" in output
+    assert f"resuming {run_dir} from the checkpoint of step 2 (1.0 kB, checked in" in output
+    known, state = steps_known(run_dir)
+    assert known == [1, 2] and state.checkpoint.step == 2
+    assert [[group.group_id for group in step] for step in state.since_checkpoint] == [[3], [4], [5]]
+    assert not (checkpoints / "step-000004" / "complete.json").exists(), "a checkpoint would be kept in its favour"
+    take_up(run_dir, [])
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_sound_checkpoint_is_taken_and_what_was_checked_is_said(run_dir, checkpoints, capsys, monkeypatch):
+    monkeypatch.setattr(checkpoint_choice, "TOLD_EVERY_S", 0)
+    take_up(run_dir, [])
+    output = capsys.readouterr().out
+    assert f"checking {checkpoints}/step-000004: 1.0 kB of 1.0 kB" in output
+    assert f"resuming {run_dir} from the checkpoint of step 4 (1.0 kB, checked in" in output
+    assert steps_known(run_dir)[0] == [1, 2, 4]
+
+
+def test_where_all_are_damaged_the_run_is_left_as_it_is(run_dir, checkpoints, capsys):
+    for step in (2, 4):
+        flip(checkpoints / f"step-{step:06d}" / "trainer" / "__0_0.distcp")
+    before = sorted(run_dir.rglob("*"))
+    assert main(["train", "--resume", str(run_dir)]) == 2
+    said = capsys.readouterr().err
+    assert "step-000004/trainer/__0_0.distcp has another" in said and "step-000002/trainer/__0_0.distcp" in said
+    assert "Put one of them back as it was, or start a new run" in said and "are gone" not in said
+    assert set(before) <= set(run_dir.rglob("*"))
+    assert steps_known(run_dir)[0] == [1, 2, 4]
+
+
+def test_an_older_checkpoint_is_not_taken_where_the_journal_has_forgotten_what_was_trained_since(run_dir, checkpoints):
+    connection = open_journal(run_dir / JOURNAL)
+    connection.execute("DELETE FROM prompts WHERE group_id <= 4")  # as with trainer.keep_checkpoints: 1
+    connection.close()
+    flip(checkpoints / "step-000004" / "trainer" / "__0_0.distcp")
+    with pytest.raises(UserError, match="What was trained since an older checkpoint cannot be told"):
         take_up(run_dir, [])
 
 

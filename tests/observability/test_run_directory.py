@@ -157,6 +157,7 @@ def test_events_become_lines(tmp_path):
         "environment_s": 0.0,
         "reward": 1.0,
         "reward_parts": None,
+        "reward_error": None,
         "finish_reason": "stop",
         "rollout": "rollout-0",
         "generation_s": 1.5,

@@ -48,6 +48,33 @@ def test_no_python_of_a_version_that_works(checkout):
     assert not (checkout / ".venv").exists()
 
 
+def python(folder: Path, *, optimized: bool) -> Path:
+    """An interpreter that says of itself what setup.sh asks for, and makes no environment."""
+    folder.mkdir(exist_ok=True)
+    file = folder / "python3.11"
+    answer = (
+        f'case "$2" in *enable-optimizations*) exit {int(not optimized)};; *"%d.%d"*) echo 3.11;; venv) exit 1;; esac'
+    )
+    file.write_text(f"#!/bin/sh\n{answer}\n")
+    file.chmod(0o755)
+    return file
+
+
+@pytest.mark.parametrize("first, second, taken", [(False, True, 1), (True, False, 0), (True, True, 0)])
+def test_a_python_that_was_built_with_optimizations_is_preferred(checkout, first, second, taken):
+    pythons = python(checkout / "bin", optimized=first), python(checkout / "more", optimized=second)
+    path = f"{checkout / 'bin'}:{checkout / 'more'}:{os.environ['PATH']}"
+    done = setup(checkout, PATH=path, LAMINAR_DEVICE="cpu")
+    assert f"making .venv with {pythons[taken]} (3.11)" in done.stdout
+
+
+def test_one_that_is_named_is_taken_as_it_is(checkout):
+    python(checkout / "bin", optimized=True)
+    slow = python(checkout / "more", optimized=False)
+    done = setup(checkout, LAMINAR_PYTHON=str(slow), LAMINAR_DEVICE="cpu")
+    assert f"making .venv with {slow} (3.11, built without optimizations or not complete)" in done.stdout
+
+
 def test_an_unknown_device(checkout):
     done = setup(checkout, LAMINAR_DEVICE="tpu")
     assert done.returncode == 1

@@ -101,7 +101,8 @@ class LoadCheckpoint:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CheckpointLoaded:
-    """The rank stands where the checkpoint was written."""
+    """The rank stands where the checkpoint was written; or it does not, for the checkpoint is damaged, as `damage` says."""
 
     step: int
     seconds: float
+    damage: str = ""

@@ -134,7 +134,7 @@ def _config(draw: _Draw, seed: int) -> ExperimentConfig:
                 "function": "exact",
                 "workers": draw.integer(1, 3),
                 "timeout_s": draw.one_of(3.0, 15.0),
-                "on_invalid": draw.one_of("drop", "drop", "drop", "fail"),
+                "on_invalid": draw.one_of("drop", "drop", "zero", "fail"),
             },
             "rollout": {
                 "replicas": draw.integer(1, 5),

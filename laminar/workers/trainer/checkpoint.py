@@ -2,18 +2,18 @@
 
 Invariants: a folder under its final name with a marker is complete and durable; it is written under a hidden name,
 synced, marked and only then renamed. A checkpoint that fails leaves nothing behind, no older one is touched before the
-new one is complete, and whatever goes wrong is an answer, never the end of the run.
+new one is complete, and whatever goes wrong is an answer, never the end of the run. Nothing is loaded from files that are
+not those that the marker tells of.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +23,30 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from laminar.errors import UserError
+from laminar.errors import DamagedCheckpoint, UserError
 from laminar.protocol.messages import CheckpointSaved, SaveCheckpoint
+from laminar.weights.checkpoint_marker import (
+    MARKER,
+    CheckpointMarker,
+    FileSum,
+    find_damage,
+    read_marker,
+    sum_files,
+    write_marker,
+)
 from laminar.workers.trainer.actor import Actor
 from laminar.workers.trainer.adapter_files import check_adapter, gather_adapters, write_adapter
 from laminar.workers.trainer.critic import named_state
 from laminar.workers.trainer.model_loading import named_weights, save_model
 from laminar.workers.trainer.parallel import full_tensor
+from laminar.workers.trainer.ranks import Ranks
 
-MARKER = "complete.json"
 TRAINER_FOLDER = "trainer"
 HUGGINGFACE_FOLDER = "huggingface"
 ADAPTER_FOLDER = "adapter"  # in place of it where only adapters are trained
 SPARE_BYTES = 16 * 1024**2  # tokenizer, configs, metadata
 
 log = logging.getLogger("laminar.trainer")
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class CheckpointMarker:
-    """Contents of the marker file."""
-
-    step: int
-    policy_version: int
-    state: str  # JSON that the controller gave
 
 
 def save_checkpoint(actor: Actor, message: SaveCheckpoint) -> CheckpointSaved:
@@ -59,6 +59,7 @@ def save_checkpoint(actor: Actor, message: SaveCheckpoint) -> CheckpointSaved:
     partial = final.with_name(f".{final.name}.partial")
     needed = needed_bytes(actor)
     present = -1
+    files: dict[str, FileSum] = {}  # of this rank
 
     def prepare() -> None:
         nonlocal present
@@ -71,8 +72,11 @@ def save_checkpoint(actor: Actor, message: SaveCheckpoint) -> CheckpointSaved:
 
     def finish() -> None:
         _sync_tree(partial)
-        marker = CheckpointMarker(step=message.step, policy_version=message.policy_version, state=message.state)
-        _write_marker(partial, marker)
+        marker = CheckpointMarker(
+            step=message.step, policy_version=message.policy_version, state=message.state, files=all_files
+        )
+        write_marker(partial, marker)
+        _sync(partial)
         _rename(partial, final)
 
     def on_first(action: Callable[[], None]) -> Callable[[], None]:
@@ -85,7 +89,10 @@ def save_checkpoint(actor: Actor, message: SaveCheckpoint) -> CheckpointSaved:
     if not error:
         what, write = _gather_export(actor, partial)  # all ranks gather, rank 0 keeps
         error = ranks.first_error(_attempt(what, on_first(write)))
-    error = error or ranks.first_error(_attempt("", on_first(finish)))
+    error = error or ranks.first_error(_attempt("", lambda: files.update(_sum_own_files(ranks.rank, partial))))
+    if not error:
+        all_files = {name: file for part in ranks.gather(files) for name, file in part.items()}
+        error = ranks.first_error(_attempt("", on_first(finish)))
     nbytes = 0
     if error:
         on_first(lambda: shutil.rmtree(partial, ignore_errors=True))()
@@ -105,10 +112,11 @@ def load_checkpoint(actor: Actor, path: Path | str) -> CheckpointMarker:
     """Put parameters and optimizer back as they were, and return the marker. A collective call.
 
     Raises:
-        UserError: no complete checkpoint, or one of another model; names the folder.
+        DamagedCheckpoint: it is not complete, or a file is not what was written; names the file.
+        UserError: it is one of another model; names the folder.
     """
     folder = Path(path)
-    marker = read_marker(folder)
+    marker = _read_checked(folder, actor.ranks)
     if actor.config.trainer.lora is not None:
         check_adapter(actor.model, folder / ADAPTER_FOLDER)
     state = _trainer_state(actor)
@@ -122,19 +130,23 @@ def load_checkpoint(actor: Actor, path: Path | str) -> CheckpointMarker:
     return marker
 
 
-def read_marker(folder: Path) -> CheckpointMarker:
-    """The marker of a complete checkpoint. Raises UserError when there is none."""
+def _read_checked(folder: Path, ranks: Ranks) -> CheckpointMarker:
+    """The marker of a checkpoint whose trainer's files are those that were written; each rank reads some. A collective call.
+
+    Raises:
+        DamagedCheckpoint: they are not; on all ranks.
+    """
     try:
-        content = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        return CheckpointMarker(
-            step=int(content["step"]), policy_version=int(content["policy_version"]), state=json.dumps(content["state"])
-        )
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise UserError(
-            f"{folder} is not a complete checkpoint: it has no {MARKER}. Choose another checkpoint of the run"
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / MARKER} is damaged: {error}") from error
+        marker = read_marker(folder)
+        files = marker.files or {}
+        names = sorted(name for name in files if name.startswith(f"{TRAINER_FOLDER}/"))
+        damage = find_damage(folder, {name: files[name] for name in names[ranks.rank :: ranks.size]})
+        error = f"{folder / damage}" if damage else ""
+    except DamagedCheckpoint as failure:
+        error = str(failure)
+    if error := ranks.first_error(error):
+        raise DamagedCheckpoint(error)
+    return marker
 
 
 def needed_bytes(actor: Actor) -> int:
@@ -207,6 +219,17 @@ def _write_trainer(actor: Actor, folder: Path) -> None:
     save(_trainer_state(actor), checkpoint_id=folder, no_dist=not dist.is_initialized())
 
 
+def _sum_own_files(rank: int, folder: Path) -> dict[str, FileSum]:
+    """Of the files that this rank has written: its host has them in memory still. Rank 0 has written all but the others' shares."""
+    files = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+    return sum_files(folder, [str(file) for file in files if _writer_of(file) == rank])
+
+
+def _writer_of(file: Path) -> int:
+    share = re.fullmatch(r"__(\d+)_\d+\.distcp", file.name) if file.parent.name == TRAINER_FOLDER else None
+    return int(share[1]) if share else 0
+
+
 def _gather_export(actor: Actor, partial: Path) -> tuple[str, Callable[[], None]]:
     """What other tools load, gathered on rank 0; its name in messages, and what writes it. Collective when sharded."""
     if actor.config.trainer.lora is not None:
@@ -229,15 +252,6 @@ def _export_weights(actor: Actor) -> dict[str, torch.Tensor]:
 def _write_huggingface(actor: Actor, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """A folder that `AutoModelForCausalLM.from_pretrained` loads."""
     save_model(actor.model, actor.tokenizer, weights, actor.config.model.dtype, folder)
-
-
-def _write_marker(folder: Path, marker: CheckpointMarker) -> None:
-    content = asdict(marker) | {"state": json.loads(marker.state or "null")}
-    with open(folder / MARKER, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(folder)
 
 
 def _rename(partial: Path, final: Path) -> None:

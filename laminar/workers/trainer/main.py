@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from transformers.utils.logging import disable_progress_bar
 
+from laminar.errors import DamagedCheckpoint
 from laminar.protocol.messages import (
     BroadcastEnded,
     Carry,
@@ -98,8 +99,12 @@ class Orders:
 
     async def _load(self, message: LoadCheckpoint) -> None:
         started = time.perf_counter()
-        await self._thread.run(lambda: load_checkpoint(self._actor, message.path))
-        loaded = CheckpointLoaded(step=message.step, seconds=time.perf_counter() - started)
+        damage = ""
+        try:
+            await self._thread.run(lambda: load_checkpoint(self._actor, message.path))
+        except DamagedCheckpoint as error:
+            damage = str(error)
+        loaded = CheckpointLoaded(step=message.step, seconds=time.perf_counter() - started, damage=damage)
         await self._book.answer(message.order, loaded)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,14 @@ class Ranks:
         dist.all_gather(gathered, mine)
         errors = (bytes(other.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for other in gathered)
         return next((other for other in errors if other), "")
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order; small ones, for they are pickled."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def close(self) -> None:
         """Leave the process group."""

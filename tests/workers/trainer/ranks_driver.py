@@ -16,6 +16,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import save_file
 
 from laminar.config.schema import ExperimentConfig
+from laminar.errors import DamagedCheckpoint
 from laminar.protocol.messages import SaveCheckpoint
 from laminar.weights.store import WeightStore
 from laminar.workers.trainer import checkpoint as checkpoint_module
@@ -49,6 +50,25 @@ def steps_with(actor):
     return metrics
 
 
+def load_damaged(actor: Actor, checkpoint: Path) -> str:
+    """What this rank says of a checkpoint with a damaged file, which only one of them reads; the file is mended afterwards."""
+    file = checkpoint / "trainer" / "__1_0.distcp"
+    content = file.read_bytes()
+    actor.ranks.first_error("")  # all have read it
+    if actor.ranks.rank == 0:
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    actor.ranks.first_error("")
+    try:
+        load_checkpoint(actor, checkpoint)
+        return ""
+    except DamagedCheckpoint as error:
+        return str(error)
+    finally:
+        actor.ranks.first_error("")
+        if actor.ranks.rank == 0:
+            file.write_bytes(content)
+
+
 def run(config: ExperimentConfig, folder: Path, shared_memory: Path) -> None:
     ranks = Ranks(config)
     actor = Actor(config, ranks)
@@ -68,6 +88,7 @@ def run(config: ExperimentConfig, folder: Path, shared_memory: Path) -> None:
     result["restored"] = all(torch.equal(at_save[name], tensor) for name, tensor in weights_of(actor).items())
     actor.train_step(random_step(4))
     result["next_step_equal"] = all(torch.equal(after[name], tensor) for name, tensor in weights_of(actor).items())
+    result["damage"] = load_damaged(actor, Path(order.path))
     order = SaveCheckpoint(order=1, step=4, policy_version=1, path=str(folder / "refused"), state="{}")
     with patch.object(checkpoint_module, "free_bytes", lambda _: 0 if ranks.rank == 0 else 10**12):
         result["refused_error"] = save_checkpoint(actor, order).error

@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from laminar.errors import UserError
+from laminar.errors import DamagedCheckpoint, UserError
 from laminar.protocol.messages import SaveCheckpoint
+from laminar.weights.checkpoint_marker import MARKER, find_damage, read_marker
 from laminar.workers.trainer import checkpoint as checkpoint_module
-from laminar.workers.trainer.checkpoint import MARKER, load_checkpoint, needed_bytes, read_marker, save_checkpoint
+from laminar.workers.trainer.checkpoint import load_checkpoint, needed_bytes, save_checkpoint
 from tests.tiny_models import make_model
 from tests.workers.trainer.batches import largest_difference, parameters_of, random_step
 
@@ -121,12 +122,6 @@ def test_folder_without_marker_is_refused(make_actor, tmp_path):
         load_checkpoint(actor, tmp_path / "nowhere")
 
 
-def test_damaged_marker_is_refused(tmp_path):
-    (tmp_path / MARKER).write_text('{"step": 1')
-    with pytest.raises(UserError, match=r"complete\.json is damaged"):
-        read_marker(tmp_path)
-
-
 def test_checkpoint_of_another_model_is_refused(make_actor, tmp_path):
     assert save_checkpoint(make_actor(), order(tmp_path / "step-1")).error == ""
     other = make_actor(path=make_model(tmp_path / "wide", seed=0, hidden=128))
@@ -134,20 +129,56 @@ def test_checkpoint_of_another_model_is_refused(make_actor, tmp_path):
         load_checkpoint(other, tmp_path / "step-1")
 
 
-@pytest.mark.parametrize("damage", ["cut off", "gone", "overwritten"])
-def test_a_damaged_checkpoint_is_refused_with_the_remedy(make_actor, tmp_path, damage):
+def test_the_marker_has_the_checksum_of_every_other_file(make_actor, tmp_path):
+    folder = tmp_path / "step-1"
+    assert save_checkpoint(make_actor(), order(folder)).error == ""
+    marker = read_marker(folder)
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert set(marker.files) == files - {MARKER}
+    assert marker.nbytes == nbytes(folder) - (folder / MARKER).stat().st_size
+    assert find_damage(folder, marker.files) == ""
+
+
+DAMAGE = {
+    "missing": lambda file, content: file.unlink(),
+    "truncated": lambda file, content: file.write_bytes(content[: len(content) // 2]),
+    "flipped": lambda file, content: file.write_bytes(content[:-9] + bytes([content[-9] ^ 4]) + content[-8:]),
+}
+
+
+@pytest.mark.parametrize(
+    "damage, said", [("missing", "is missing"), ("truncated", r"has \d+ bytes"), ("flipped", "has another checksum")]
+)
+@pytest.mark.parametrize("place", ["largest", ".metadata"])
+def test_nothing_is_loaded_from_a_damaged_file_and_it_is_named(make_actor, tmp_path, damage, said, place):
     actor = make_actor()
     assert save_checkpoint(actor, order(tmp_path / "step-1")).error == ""
-    file = max((tmp_path / "step-1" / "trainer").iterdir(), key=lambda path: path.stat().st_size)
-    if damage == "gone":
-        file.unlink()
-    else:
-        kept = file.read_bytes()
-        file.write_bytes(kept[: len(kept) // 2] if damage == "cut off" else b"x" * len(kept))
+    trainer = tmp_path / "step-1" / "trainer"
+    largest = max(trainer.iterdir(), key=lambda path: path.stat().st_size)
+    file = largest if place == "largest" else trainer / place
+    DAMAGE[damage](file, file.read_bytes())
+    actor.train_step(random_step())
+    before = parameters_of(actor)
+    with pytest.raises(DamagedCheckpoint, match=rf"step-1/trainer/{re.escape(file.name)} {said}"):
+        load_checkpoint(actor, tmp_path / "step-1")
+    assert largest_difference(before, parameters_of(actor)) == 0
+
+
+def test_a_checkpoint_from_before_there_were_checksums_is_loaded(make_actor, tmp_path):
+    actor, folder = make_actor(), tmp_path / "step-1"
+    assert save_checkpoint(actor, order(folder)).error == ""
+    content = json.loads((folder / MARKER).read_text())
+    (folder / MARKER).write_text(json.dumps({key: content[key] for key in ("step", "policy_version", "state")}))
+    saved = parameters_of(actor)
+    actor.train_step(random_step())
+    assert load_checkpoint(actor, folder).files is None
+    assert largest_difference(saved, parameters_of(actor)) == 0
+    file = max((folder / "trainer").iterdir(), key=lambda path: path.stat().st_size)
+    DAMAGE["truncated"](file, file.read_bytes())
     with pytest.raises(
         UserError, match=r"step-1 .* is damaged: .* delete the folder to go on from an older checkpoint"
     ):
-        load_checkpoint(actor, tmp_path / "step-1")
+        load_checkpoint(actor, folder)
 
 
 def test_too_little_space_is_told_before_anything_is_written(make_actor, tmp_path, monkeypatch):
@@ -163,7 +194,7 @@ def test_too_little_space_is_told_before_anything_is_written(make_actor, tmp_pat
     actor.train_step(random_step())
 
 
-@pytest.mark.parametrize("place", ["_write_trainer", "_write_huggingface", "_sync_tree", "_write_marker"])
+@pytest.mark.parametrize("place", ["_write_trainer", "_write_huggingface", "_sync_tree", "write_marker"])
 def test_failure_at_any_place_leaves_the_older_checkpoint_alone(make_actor, tmp_path, monkeypatch, place):
     actor = make_actor(keep_checkpoints=1)
     assert save_checkpoint(actor, order(tmp_path / "step-1")).error == ""

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from laminar.weights.checkpoint_marker import MARKER, find_damage, read_marker
 from laminar.weights.store import WeightStore
 from laminar.weights.tensors import read_tensors
 from laminar.workers.trainer.adapter_files import gather_adapters
@@ -140,6 +141,13 @@ def test_checkpoint_of_two_ranks(two_ranks, results, make_actor, strategy):
         assert result["checkpoint_error"] == ""
         assert result["restored"]
         assert result["next_step_equal"]
+        assert result["damage"].endswith("trainer/__1_0.distcp has another checksum than it was written with")
+    written = two_ranks[0] / strategy / "checkpoint"
+    marker = read_marker(written)
+    files = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()}
+    assert set(marker.files) == files - {MARKER}
+    assert "trainer/__1_0.distcp" in files, "one rank has written all"
+    assert find_damage(written, marker.files) == ""
     # It can be loaded on one rank too, and its Hugging Face folder holds the same weights.
     folder = two_ranks[0] / strategy / "checkpoint"
     actor = make_actor(algorithm=algorithm_of(strategy))

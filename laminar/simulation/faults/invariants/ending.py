@@ -103,7 +103,7 @@ class EndsAsItShould(Invariant):
             return "a turn without an answer, and environment.on_error: fail" if bad else ""
         if "the environment has answered no turn meanwhile" in message:
             return "bad turns, one after the other" if self._any(faults.BadTurn) else ""
-        if "groups in a row had to be dropped" in message:
+        if "groups in a row had no valid reward" in message:
             return "bad rewards" if self._any(faults.BadReward) or self._environment_struck() else ""
         if message.startswith("the final checkpoint could not be written"):
             failed = bool(self._checkpoint_error) and self._any(faults.FailedCheckpoint)
