@@ -87,6 +87,7 @@ def _figures(rounds: list[dict[str, Any]], relays: int, mib: int) -> dict[str, A
         "max_s": max(entry["seconds"] for entry in rounds),
         "during_median_s": median(during) if during else None,
         "during_max_s": during[-1] if during else None,
+        "during_s": [round(seconds, 3) for seconds in during],
         "idle_noticed_median_s": median(idle) if idle else None,
         "idle_noticed_max_s": idle[-1] if idle else None,
         "by_place": {
