@@ -18,6 +18,8 @@ import pytest
 from laminar.environments.sandbox import SandboxLimits, run_python
 from laminar.environments.sandboxing.landlock import landlock_version
 
+PREFIX = os.path.realpath(sys.prefix)
+
 
 @pytest.fixture(params=["namespaces", "landlock"])
 def limits(request):
@@ -85,9 +87,9 @@ async def test_exit_codes_and_signals_are_told(limits):
 
 
 async def test_installed_packages_can_be_used(limits):
-    assert (
-        await run("import numpy, sympy\nprint(numpy.arange(3).sum(), sympy.Rational(2, 4))", limits)
-    ).stdout == "3 1/2\n"
+    """Those of this environment, not of the Python that it was made with."""
+    code = "import numpy, sympy, sys\nprint(numpy.arange(3).sum(), sympy.Rational(2, 4), sys.prefix)"
+    assert (await run(code, limits)).stdout == f"3 1/2 {PREFIX}\n"
 
 
 async def test_it_may_write_into_its_scratch_folder_and_start_processes(limits):

@@ -153,7 +153,7 @@ def _become_code(request: Request, folder: str, *, alone: bool) -> NoReturn:
         readable = (*namespaces.SYSTEM_PATHS, *request.readable, *namespaces.DEVICES)
         landlock.confine_files(readable=readable, writable=(folder, "/dev/null"))
     seccomp.filter_system_calls(alone=alone)
-    os.execve(request.python, ["python", "-I", "-u", os.path.join(folder, "main.py")], _environment(folder))
+    os.execve(request.python, [request.python, "-I", "-u", os.path.join(folder, "main.py")], _environment(folder))
 
 
 def _open_to_all(path: str) -> bool:
