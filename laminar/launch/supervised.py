@@ -18,9 +18,8 @@ from laminar.errors import RunFailed
 from laminar.launch.commands import Command
 from laminar.launch.local import log_tail
 
-DAMAGED_CHECKPOINT = (
-    3  # exit status of a controller: the trainer cannot go back to the newest checkpoint, perhaps to an older one
-)
+# Exit status of a controller: the trainer cannot go back to the newest checkpoint, perhaps to an older one.
+DAMAGED_CHECKPOINT = 3
 START_LIMIT_S = 30.0  # to start a process
 
 

@@ -225,7 +225,7 @@ class VllmEngine:
             abort = self._require_engine().abort(request_id)
             if export is None or not self._kv_moves:
                 await abort
-            else:  # in this order, but without waiting a step for the answer
+            else:  # sent in this order, but without waiting a step for the first answer
                 await asyncio.gather(self._kv_moves.want_export(request_id, export), abort)
 
     async def load_weights(self, path: str, policy_version: int) -> None:

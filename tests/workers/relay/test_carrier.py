@@ -6,6 +6,7 @@ import itertools
 import queue
 import resource
 import select
+import threading
 import time
 from concurrent.futures import wait
 
@@ -14,8 +15,10 @@ import pytest
 
 from laminar.errors import UserError
 from laminar.protocol.messages import Carry, CarryFailed, HopFailed, HopOrder, WeightsStored
+from laminar.weights.checksum import checksum
 from laminar.weights.layout import WeightLayout
 from laminar.weights.store import WeightStore
+from laminar.workers.relay import carrier as carrier_module
 from laminar.workers.relay.carrier import Carrier
 from laminar.workers.relay.hop import HopError
 from laminar.workers.relay.tcp_door import TcpDoor
@@ -266,6 +269,23 @@ def test_the_limit_names_the_neighbour_that_did_not_answer(tier):
     tier.chain(1, head, tail)
     tail.next(WeightsStored)
     tail.check(1)
+
+
+@pytest.mark.parametrize("own_core", [False, True])
+def test_a_second_thread_takes_checksums_where_there_is_a_core_for_it(tier, monkeypatch, own_core):
+    threads = []
+
+    def take(data):
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return checksum(data)
+
+    monkeypatch.setattr(carrier_module, "checksum", take)
+    head, tail = tier.add(), tier.add(own_core=own_core)
+    head.publish(1)
+    tier.chain(1, head, tail)
+    stored = tail.next(WeightsStored)
+    tail.check(1)
+    assert threads == ["checksums"] * stored.chunks * own_core
 
 
 def test_who_has_no_memory_says_so(tier, monkeypatch):
